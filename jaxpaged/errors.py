@@ -1,0 +1,100 @@
+"""Every error a user can meet: one class each, with its code and HTTP status.
+
+A message says what was given, the limit, and the way out, in one sentence. The command line prints it and exits with 2;
+the server wraps it in OpenAI's error body; the metric label is `code`.
+"""
+
+
+class JaxpagedError(Exception):
+    """Root of the tree. `code` names the kind, `http_status` is what the server answers, `param` names the field at fault."""
+
+    code: str = "internal_error"
+    http_status: int = 500
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequestError(JaxpagedError, ValueError):
+    """A prompt or a sampling field is not acceptable."""
+
+    code = "invalid_value"
+    http_status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt (with what was asked for) does not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class PoolTooSmallError(InvalidRequestError):
+    """The request can never fit in the page pool, however long it waits."""
+
+    code = "kv_pool_exceeded"
+
+
+class ConfigError(JaxpagedError, ValueError):
+    """An option, YAML key, flag or environment variable is unknown, malformed, out of range or contradicts another."""
+
+    code = "invalid_config"
+    http_status = 400
+
+
+class ModelNotFoundError(JaxpagedError):
+    """No model goes by the given name, file or folder."""
+
+    code = "model_not_found"
+    http_status = 404
+
+
+class CheckpointError(JaxpagedError):
+    """A model file is missing, cut, malformed, or does not hold what its config promises."""
+
+    code = "bad_checkpoint"
+
+
+class UnsupportedModelError(JaxpagedError):
+    """The architecture, rope type or quantization is known to be one we do not run."""
+
+    code = "unsupported_model"
+
+
+class UnsupportedKernelError(JaxpagedError):
+    """A kernel implementation refuses the shapes, types or options given; the message gathers every refusal."""
+
+    code = "unsupported_kernel"
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The model's chat template is missing or refuses the messages."""
+
+    code = "invalid_messages"
+
+
+class DownloadError(JaxpagedError):
+    """A model could not be fetched: no network, wrong hash, refused, or no space left."""
+
+    code = "download_failed"
+    http_status = 502
+
+
+class MemoryBudgetError(JaxpagedError):
+    """The weights, the page pool and the largest step do not fit in the memory given."""
+
+    code = "out_of_memory"
+
+
+class EngineDeadError(JaxpagedError):
+    """The engine has stopped after a fatal error and serves no more requests."""
+
+    code = "engine_dead"
+    http_status = 503
+
+
+class RequestFailedError(JaxpagedError):
+    """This request failed inside the engine; others go on."""
+
+    code = "request_failed"

@@ -1,0 +1,198 @@
+"""What happened, once: every log line, metric, progress bar and dashboard figure is a view of this stream.
+
+An `Event` is a frozen msgspec Struct tagged by its name. `to_line` and `from_line` are exact inverses. Times are seconds:
+`time_s` is wall-clock (for people), durations come from the monotonic clock.
+"""
+
+from typing import Protocol, Union
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
+    time_s: float
+
+
+class PhaseChanged(_Event):
+    """A start-up phase began (`fraction` 0) or moved on; `phase` is resolve, load, pool, compile or ready."""
+
+    phase: str
+    message: str
+    done: int = 0
+    total: int = 0
+
+
+class ProgramCompiled(_Event):
+    """One step program is ready. `from_cache`: fetched from the persistent compilation cache."""
+
+    bucket_tokens: int
+    seconds: float
+    from_cache: bool
+    after_ready: bool = False
+
+
+class EngineStarted(_Event):
+    """The engine is ready; every compilation after this is a bug and counted."""
+
+    model: str
+    dtype: str
+    num_pages: int
+    page_size: int
+    pool_bytes: int
+    weight_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    seconds: float
+    num_programs: int
+
+
+class RequestReceived(_Event):
+    """A request reached the engine's door."""
+
+    request_id: str
+    num_prompt_tokens: int
+
+
+class RequestRejected(_Event):
+    """A request was turned away at the door; `code` is the error's."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class RequestQueued(_Event):
+    """A request passed validation and waits for pages."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    num_waiting: int
+
+
+class RequestScheduled(_Event):
+    """A request was admitted (first time, or again after a preemption) and owns pages."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_pages: int
+    queue_s: float
+    num_preemptions: int = 0
+
+
+class RequestFirstToken(_Event):
+    """The first output token left the device; `ttft_s` counts from arrival, once per request."""
+
+    request_id: str
+    ttft_s: float
+
+
+class RequestPreempted(_Event):
+    """A running request lost its pages and will be recomputed."""
+
+    request_id: str
+    num_pages_freed: int
+    num_computed_tokens: int
+
+
+class RequestFinished(_Event):
+    """A request ended: stop, length, abort or error; exactly one per queued request."""
+
+    request_id: str
+    reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_pages_freed: int
+    num_preemptions: int
+    ttft_s: float | None
+    e2e_s: float
+    queue_s: float
+    message: str | None = None
+
+
+class StepFinished(_Event):
+    """One engine step: what ran, how full, and where the time went (seconds)."""
+
+    step: int
+    bucket_tokens: int
+    num_tokens: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_seqs: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_pages_total: int
+    num_pages_in_use: int
+    num_pages_cached: int
+    schedule_s: float
+    pack_s: float
+    device_s: float
+    update_s: float
+    detokenize_s: float
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    decision: str = ""
+
+
+class HealthChanged(_Event):
+    """The engine's health moved: starting, ready, draining, dead."""
+
+    state: str
+    message: str = ""
+
+
+class SinkDropped(_Event):
+    """A file or terminal sink could not keep up or could not write; `count` events were lost to it."""
+
+    sink: str
+    count: int
+    message: str
+
+
+class EngineStopped(_Event):
+    """The engine closed; `message` is empty after a requested stop."""
+
+    message: str = ""
+
+
+Event = Union[
+    PhaseChanged,
+    ProgramCompiled,
+    EngineStarted,
+    RequestReceived,
+    RequestRejected,
+    RequestQueued,
+    RequestScheduled,
+    RequestFirstToken,
+    RequestPreempted,
+    RequestFinished,
+    StepFinished,
+    HealthChanged,
+    SinkDropped,
+    EngineStopped,
+]
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+def to_line(event: Event) -> bytes:
+    """One JSON object, without a newline; a step with 256 rows stays under 1 kB."""
+    return _encoder.encode(event)
+
+
+def from_line(line: bytes) -> Event:
+    """The event that `to_line` wrote. Raises msgspec.ValidationError for anything else."""
+    return _decoder.decode(line)
+
+
+class Sink(Protocol):
+    """Takes every event, in order, on the engine's thread; must return within microseconds and never raise."""
+
+    def __call__(self, event: Event, /) -> None: ...
+
+    def close(self) -> None: ...

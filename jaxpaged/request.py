@@ -1,0 +1,218 @@
+"""What a request is, and what comes back: the types that cross between the front ends and the engine.
+
+Names and meanings follow vLLM where it offers the same thing. `SamplingParams.validate` is the only validator.
+"""
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from jaxpaged.errors import InvalidRequestError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this a request is greedy (the largest logit, then the first index)."""
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestOutputKind(enum.Enum):
+    """What a streamed `RequestOutput` holds: all so far, what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens and when to stop. Raises InvalidRequestError naming field, value and limit.
+
+    Attributes:
+        n: number of answers; only 1 so far.
+        temperature: 0 or more; under 1e-5 is greedy. None: the model's default.
+        top_p: mass kept, in (0, 1]. None: the model's default.
+        top_k: number of tokens kept; 0 or -1 is off, above the vocabulary is off. None: the model's default.
+        min_p: tokens under `min_p` times the largest probability are dropped; in [0, 1]. None: the model's default.
+        seed: the random stream depends on it and on the token's position only. None or -1: drawn by the engine.
+        stop: strings that end the answer; cut off unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end the answer; the id stays in `token_ids`.
+        ignore_eos: go on past the model's end tokens (all of them).
+        max_tokens: output tokens at most. None: up to the end of the context.
+        min_tokens: end tokens and `stop_token_ids` cannot be chosen before this many.
+        skip_special_tokens: leave control tokens out of the text.
+        detokenize: False leaves the text empty.
+        output_kind: what each streamed output holds.
+        stream_interval: output tokens per streamed output.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int = 1
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, 1)
+        _check_float("temperature", self.temperature, 0.0, 1e6)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("seed", self.seed, -1, MAX_SEED)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
+        if self.min_tokens is None:
+            raise InvalidRequestError("min_tokens must be an integer, got None", param="min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens"
+            )
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
+        _check_stop(self.stop)
+        if self.stop_strings and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no random number is used."""
+        return self.temperature is None or self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, got {_show(value)}", param=name)
+    if not low <= value <= high:
+        limit = f"exactly {low}" if low == high else f"between {low} and {high}"
+        raise InvalidRequestError(f"{name} must be {limit}, got {_show(value)}", param=name)
+
+
+def _check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, got {_show(value)}", param=name)
+    # NaN fails every comparison, so it is refused here too.
+    above = low < value if low_open else low <= value
+    if not (above and value <= high and math.isfinite(value)):
+        limit = f"above {low:g} and at most {high:g}" if low_open else f"between {low:g} and {high:g}"
+        raise InvalidRequestError(f"{name} must be {limit}, got {_show(value)}", param=name)
+
+
+def _check_stop(stop: Any) -> None:
+    strings = [stop] if isinstance(stop, str) else stop
+    if strings is None:
+        return
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
+        raise InvalidRequestError(f"stop must be a string or a list of strings, got {_show(stop)}", param="stop")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
+    for text in strings:
+        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequestError(
+                f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}", param="stop"
+            )
+
+
+def _check_ids(name: str, ids: Any, limit: int) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(ids)}", param=name)
+    if len(ids) > limit:
+        raise InvalidRequestError(f"{name} takes at most {limit} ids, got {len(ids)}", param=name)
+    for i in ids:
+        _check_int(name, i, 0, 2**31 - 1)
+        if i is None:
+            raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(ids)}", param=name)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt on its way to the engine. `params` are resolved: no None among temperature, top_p, top_k, min_p."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    arrival_s: float
+    prompt: str | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Monotonic times in seconds and counts of one request; `first_token_s` is None before the first token."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One answer. `stop_reason` is the stop string or stop id that ended it, None for an end token."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What the engine has for a request so far, or (kind DELTA) since the last time."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    error: str | None = None
