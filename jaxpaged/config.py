@@ -4,21 +4,45 @@ YAML keys, dotted flags (`--cache.page-size 32`), environment variables (`JAXPAG
 (`ALIASES`) and the output of `jaxpaged config` all follow from these fields; `options.py` reads and merges them.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+REDACTED = "<hidden>"
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+
+
+BYTES = {"unit": "bytes"}
+SECRET = {"secret": True}
+"""Marks of fields (`Meta.extra`): a size that takes 512MiB or 1.5GiB; a value that is never printed."""
 
 
 def _doc(text: str, **limits: object) -> Meta:
     return Meta(description=text, **limits)  # type: ignore[arg-type]
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+def is_marked(annotation: object, mark: Mapping[str, object]) -> bool:
+    """Whether a field's annotation carries `mark` (BYTES or SECRET)."""
+    extras = [meta.extra or {} for meta in get_args(annotation) if isinstance(meta, Meta)]
+    return any(extra.items() >= mark.items() for extra in extras)
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A branch of the tree; its repr hides secrets, so that logs and tracebacks may show it."""
+
+    def __repr__(self) -> str:
+        shown = (
+            (name, REDACTED if is_marked(annotation, SECRET) and getattr(self, name) else repr(getattr(self, name)))
+            for name, annotation in get_type_hints(type(self), include_extras=True).items()
+        )
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown)})"
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to load and how."""
 
     model: Annotated[str, _doc("short name, folder, .gguf file, hub id org/name, or pypi:package", min_length=1)] = "smollm2-135m"
@@ -26,7 +50,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     revision: Annotated[str | None, _doc("branch, tag or commit of a hub model")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "half", "float"],
-        _doc("type of weights and activations; auto: the checkpoint's on GPU; on CPU float32 for f32 and GGUF files, bfloat16 for bf16 files"),
+        _doc("type of weights and activations; auto: the checkpoint's on GPU; on CPU float32 for f32 and GGUF files, bfloat16 for bf16"),
     ] = "auto"
     max_model_len: Annotated[
         int | Literal["auto"] | None,
@@ -39,74 +63,79 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "neutral", "vllm"], _doc("auto: unset sampling values come from the model's generation_config.json")
     ] = "auto"
     seed: Annotated[int, _doc("seeds the requests that bring no seed of their own", ge=0, le=2**63 - 1)] = 0
-    hf_token: Annotated[str | None, _doc("token for gated hub models; never printed")] = None
+    hf_token: Annotated[str | None, _doc("token for gated hub models; never printed", extra=SECRET)] = None
+    offline: Annotated[bool, _doc("never use the network: the model must be a local path or already pulled")] = False
     trust_remote_code: Annotated[bool, _doc("refused: code from model repositories is never run")] = False
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CacheConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache."""
 
     page_size: Annotated[int, _doc("tokens per page", ge=1, le=256)] = 16
-    memory: Annotated[int | None, _doc("bytes of the page pool (512MiB, 2GiB); none: 512 MiB on CPU, what is left on GPU", ge=1)] = None
-    dtype: Annotated[Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"], _doc("type of keys and values in the pool; auto: the model's")] = "auto"
+    memory: Annotated[int | None, _doc("bytes of the page pool; none: 512 MiB on CPU, what is left on GPU", ge=1, extra=BYTES)] = None
+    dtype: Annotated[Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"], _doc("type of keys and values in the pool; auto: the model's")] = (
+        "auto"
+    )
     enable_prefix_caching: Annotated[bool, _doc("share full pages between requests that begin alike")] = True
     gpu_memory_utilization: Annotated[float, _doc("share of the GPU's memory that the process may use", gt=0, le=1)] = 0.92
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much runs in one step."""
 
     max_num_seqs: Annotated[int | None, _doc("sequences per step at most; none: 32 on CPU, 256 on GPU", ge=1, le=4096)] = None
     max_num_batched_tokens: Annotated[int | None, _doc("tokens per step at most; none: 512 on CPU, 2048 on GPU", ge=1, le=65536)] = None
 
 
-class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompilationConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The step programs, one per token bucket."""
 
-    token_buckets: Annotated[tuple[PositiveInt, ...] | None, _doc("token counts to compile for; none: powers of two from 2 to max_num_batched_tokens")] = None
+    token_buckets: Annotated[
+        tuple[PositiveInt, ...] | None, _doc("token counts to compile for; none: powers of two from 2 to max_num_batched_tokens")
+    ] = None
     cache_dir: Annotated[str | None, _doc("folder of compiled programs; none: under the jaxpaged cache folder; empty: off")] = None
     max_parallel: Annotated[int | None, _doc("programs compiled at the same time; none: cpu.threads", ge=1, le=256)] = None
     enforce_eager: Annotated[bool, _doc("refused: every step is a compiled program")] = False
 
 
-class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParallelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model is spread over devices."""
 
     tensor_parallel_size: Annotated[int, _doc("devices per model replica; only 1 so far", ge=1)] = 1
 
 
-class CpuConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CpuConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the engine takes of the host."""
 
     threads: Annotated[int | None, _doc("threads for computing; none: what CPU affinity and the cgroup quota allow", ge=1, le=1024)] = None
 
 
-class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on what a request may ask of the sampler."""
 
     max_logprobs: Annotated[int, _doc("refused unless 0: log-probabilities are not served yet", ge=0, le=20)] = 0
 
 
-class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is written while the engine runs."""
 
     format: Annotated[Literal["text", "json"], _doc("text: lines for people; json: every event as one JSON line")] = "text"
     level: Annotated[Literal["debug", "info", "warning", "error"], _doc("least important line that is written")] = "info"
     interval_s: Annotated[float, _doc("seconds between two lines about the whole engine", gt=0, le=3600)] = 5.0
     file: Annotated[str | None, _doc("file for the lines; none: standard error")] = None
-    max_bytes: Annotated[int, _doc("size at which the log file is rotated", ge=4096)] = 64 * MIB
+    max_bytes: Annotated[int, _doc("size at which the log file is rotated", ge=4096, extra=BYTES)] = 64 * MIB
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server."""
 
     host: Annotated[str, _doc("address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("port to listen on", ge=0, le=65535)] = 8000
-    api_key: Annotated[tuple[str, ...], _doc("keys that clients must present; none: open; never printed")] = ()
+    api_key: Annotated[tuple[str, ...], _doc("keys that clients must present; none: open; never printed", extra=SECRET)] = ()
     served_model_name: Annotated[tuple[str, ...], _doc("names that clients may use; none: the model's own")] = ()
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree; immutable: a change is a new tree (`msgspec.structs.replace`)."""
 
     model: ModelConfig = ModelConfig()
@@ -132,6 +161,7 @@ ALIASES: dict[str, str] = {
     "generation_config": "model.generation_config",
     "seed": "model.seed",
     "hf_token": "model.hf_token",
+    "offline": "model.offline",
     "trust_remote_code": "model.trust_remote_code",
     "block_size": "cache.page_size",
     "kv_cache_memory_bytes": "cache.memory",
