@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Usage: make_locks.sh [OPTION OF uv pip compile ...]   (make lock, make lock UPGRADE=1)
+# Writes requirements/*.lock from pyproject.toml: every package with its hashes, and no address of the index they came from.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if [ ! -x .venv/bin/uv ]; then
+    "$(bash scripts/find_python.sh)" -m venv .venv
+    .venv/bin/python -m pip install --quiet uv
+fi
+
+# Usage: compile NAME [SOURCE OR OPTION ...]
+compile() {
+    local name=$1
+    shift
+    echo "requirements/$name.lock"
+    .venv/bin/uv pip compile --quiet --no-config --universal --python-version 3.12 --generate-hashes --no-emit-index-url \
+        --no-emit-find-links --custom-compile-command "make lock" --output-file "requirements/$name.lock" "$@"
+}
+
+compile installer "$@" requirements/installer.in
+compile base "$@" pyproject.toml requirements/build.in
+# The others keep base's versions, so that what is tested is what is installed.
+same="--constraint requirements/base.lock"
+compile dev "$@" pyproject.toml requirements/build.in --extra dev $same
+compile cuda12 "$@" pyproject.toml requirements/build.in --extra dev --extra cuda12 $same
+compile cuda13 "$@" pyproject.toml requirements/build.in --extra dev --extra cuda13 $same
+compile min-jax "$@" pyproject.toml requirements/build.in requirements/min-jax.in --extra dev
