@@ -62,12 +62,6 @@ class UnsupportedModelError(JaxpagedError):
     code = "unsupported_model"
 
 
-class UnsupportedKernelError(JaxpagedError):
-    """A kernel implementation refuses the shapes, types or options given; the message gathers every refusal."""
-
-    code = "unsupported_kernel"
-
-
 class ChatTemplateError(InvalidRequestError):
     """The model's chat template is missing or refuses the messages."""
 

@@ -1,0 +1,85 @@
+"""Attention of ragged queries over a paged KV cache: the contract.
+
+Sequence s owns the query rows `cu_q_lens[s] : cu_q_lens[s + 1]` of `q`; they are its last rows, so row i of q_len rows stands at
+position `kv_lens[s] - q_len + i` and sees every earlier position and itself. Token t of the sequence lies in page
+`page_tables[s, t // page_size]` at offset `t % page_size`; its key and value must already be written.
+
+* Rows from `cu_q_lens[-1]` on are padding and come out exactly 0.
+* A padding sequence repeats `cu_q_lens` and has `kv_len` 0; whatever its page table holds is never looked at.
+* Memory that no sequence owns (other pages, and the rest of a last page) may hold anything, NaN included.
+* The result of a row depends on its own sequence only.
+"""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.dispatch import Implementation, Op, choose
+from pallas_kernels.paged_attention import reference, xla
+
+
+def _common_refusals(
+    q: Any, k_pages: Any, v_pages: Any, *_: Any, layer: Any = None, sliding_window: int | None = None, **__: Any
+) -> list[str]:
+    refusals = []
+    if k_pages.ndim != (4 if layer is None else 5):
+        refusals.append("k_pages has a leading layers axis exactly when a layer is given")
+    if k_pages.shape != v_pages.shape:
+        refusals.append(f"k_pages {k_pages.shape} and v_pages {v_pages.shape} differ")
+    if q.shape[1] % k_pages.shape[-3]:
+        refusals.append(f"{q.shape[1]} heads are no multiple of {k_pages.shape[-3]} KV heads")
+    if q.shape[2] != k_pages.shape[-1]:
+        refusals.append(f"head_dim of q {q.shape[2]} and of the pages {k_pages.shape[-1]} differ")
+    if sliding_window is not None and sliding_window < 1:
+        refusals.append(f"sliding_window must be at least 1, got {sliding_window}")
+    return refusals
+
+
+OP = Op(
+    name="paged_attention",
+    implementations={
+        "reference": Implementation("reference", reference.paged_attention, _common_refusals),
+        "xla": Implementation("xla", xla.paged_attention, _common_refusals),
+    },
+    preference={"default": ("xla",)},
+)
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
+    page_tables: Int32[Array, "seqs max_pages"],
+    kv_lens: Int32[Array, "seqs"],
+    cu_q_lens: Int32[Array, "seqs+1"],
+    *,
+    layer: int | Int32[Array, ""] | None = None,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Causal attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
+
+    Args:
+        q: queries of all sequences, one after another, rotary embedding applied.
+        k_pages: keys; with a leading layers axis when `layer` is given, so that no layer is ever sliced out of the pool.
+        v_pages: values, likewise.
+        page_tables: page numbers of each sequence, in order.
+        kv_lens: tokens of each sequence that are in the pool, its query rows included.
+        cu_q_lens: where each sequence's query rows begin; the last entry is the number of live rows.
+        layer: index into the leading axis.
+        scale: multiplies the logits (usually head_dim ** -0.5).
+        sliding_window: a row sees itself and at most this many minus one positions before it.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` before masking.
+        implementation: "reference" or "xla"; None takes the best for the device.
+
+    Returns:
+        The attended values, in q's dtype.
+
+    Raises:
+        UnsupportedKernelError: no implementation takes the operands; the sentence says why.
+    """
+    args = (q, k_pages, v_pages, page_tables, kv_lens, cu_q_lens)
+    options = {"layer": layer, "scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    return choose(OP, implementation, args, options).run(*args, **options)

@@ -1,0 +1,88 @@
+"""Inputs of paged attention, shared by the tests and the benchmark: odd and prime sizes first, then what served models use."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Case(NamedTuple):
+    """`spans` holds one (query rows, tokens in the pool) a sequence; `tags` say where the case runs: ci, bench."""
+
+    name: str
+    spans: tuple[tuple[int, int], ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    num_padding_tokens: int = 0
+    num_padding_seqs: int = 0
+    tags: tuple[str, ...] = ("ci",)
+
+
+CASES = (
+    Case("one_token", ((1, 1),), 1, 1, 16, 1),
+    Case("one_token_page_edge", ((1, 16),), 3, 1, 16, 16, num_padding_tokens=1, num_padding_seqs=1),
+    Case("decode_primes", ((1, 7), (1, 31), (1, 17), (1, 127), (1, 131)), 6, 2, 32, 16, num_padding_tokens=3, num_padding_seqs=3),
+    Case("decode_lengths_every_order", tuple((1, n) for n in (100, 1, 33, 15, 31, 17, 16)), 9, 3, 64, 16, num_padding_tokens=9),
+    Case("prefill_whole", ((67, 67),), 3, 3, 32, 5),
+    Case("prefill_chunk", ((13, 149),), 9, 3, 64, 16, num_padding_tokens=3),
+    Case("prefill_many_blocks", ((129, 257), (2, 2), (65, 300)), 4, 2, 16, 8, num_padding_tokens=60),
+    Case(
+        "mixed", ((1, 45), (19, 19), (1, 300), (70, 200), (1, 1), (3, 64), (1, 129)), 9, 3, 64, 16, num_padding_tokens=7, num_padding_seqs=4
+    ),
+    Case("page_64", ((1, 129), (31, 190), (1, 64)), 9, 3, 64, 64, num_padding_tokens=2),
+    Case("page_1", ((1, 33), (5, 9), (1, 140)), 4, 4, 16, 1),
+    Case("page_256", ((1, 300), (5, 9)), 4, 2, 16, 256),
+    Case("window_8", ((1, 7), (1, 8), (1, 9), (17, 17), (20, 60), (1, 300)), 4, 2, 16, 4, sliding_window=8),
+    Case("window_1", ((1, 7), (9, 30)), 4, 2, 16, 16, sliding_window=1),
+    Case("window_over_chunks", ((150, 400), (1, 500)), 4, 1, 16, 16, sliding_window=130),
+    Case("soft_cap", ((1, 77), (33, 90)), 4, 2, 32, 16, soft_cap=5.0),
+    Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
+    Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
+    Case("smollm2_decode_32_ctx2k", tuple((1, 2000 + i) for i in range(32)), 9, 3, 64, 16, tags=("bench",)),
+    Case("smollm2_prefill_512", ((512, 512),), 9, 3, 64, 16, tags=("bench",)),
+    Case("smollm2_15_decodes_497_prefill", (*((1, 271 + 13 * i) for i in range(15)), (497, 497)), 9, 3, 64, 16, tags=("bench",)),
+    Case("llama3_8b_decode_8", tuple((1, 1000 + 31 * i) for i in range(8)), 32, 8, 128, 16, tags=("bench",)),
+)
+
+
+def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Operands of a case: pages in shuffled order, and NaN wherever no sequence owns the memory (page 0, spare pages, rests)."""
+    rng = np.random.default_rng(seed)
+    q_lens = [q for q, _ in case.spans] + [0] * case.num_padding_seqs
+    kv_lens = [kv for _, kv in case.spans] + [0] * case.num_padding_seqs
+    pages_of = [-(-n // case.page_size) for n in kv_lens]
+    num_pages = sum(pages_of) + 4
+    order = rng.permutation(np.arange(1, num_pages))
+    shape = (num_pages, case.kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    page_tables = np.zeros((len(q_lens), max(pages_of) + 2), np.int32)
+    used = 0
+    for seq, (length, count) in enumerate(zip(kv_lens, pages_of, strict=True)):
+        pages = order[used : used + count]
+        used += count
+        page_tables[seq, :count] = pages
+        for array in (k_pages, v_pages):
+            history = rng.standard_normal((length, case.kv_heads, case.head_dim)).astype(np.float32)
+            for token in range(length):
+                array[pages[token // case.page_size], :, token % case.page_size] = history[token]
+    num_tokens = sum(q_lens) + case.num_padding_tokens
+    q = rng.standard_normal((num_tokens, case.heads, case.head_dim)).astype(np.float32)
+    # Padding rows may hold anything as well.
+    q[sum(q_lens) :] = np.nan
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    return {
+        "q": q.astype(dtype),
+        "k_pages": k_pages.astype(dtype),
+        "v_pages": v_pages.astype(dtype),
+        "page_tables": page_tables,
+        "kv_lens": np.array(kv_lens, np.int32),
+        "cu_q_lens": cu_q_lens,
+    }
+
+
+def options(case: Case) -> dict[str, float | int | None]:
+    """Keyword arguments of a case."""
+    return {"scale": case.head_dim**-0.5, "sliding_window": case.sliding_window, "soft_cap": case.soft_cap}

@@ -1,0 +1,130 @@
+"""Every implementation of paged attention against the reference, and the reference against a loop in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import UnsupportedKernelError
+from pallas_kernels.paged_attention import OP, paged_attention
+from pallas_kernels.paged_attention.cases import CASES, Case, make, options
+
+pytestmark = pytest.mark.jax
+CI_CASES = [pytest.param(case, id=case.name) for case in CASES if "ci" in case.tags]
+
+
+def _by_loop(case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
+    """One row after the other, in float64."""
+    out = np.zeros(operands["q"].shape)
+    group = case.heads // case.kv_heads
+    for seq, (q_len, kv_len) in enumerate(case.spans):
+        for row in range(q_len):
+            token = operands["cu_q_lens"][seq] + row
+            position = kv_len - q_len + row
+            low = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
+            seen = np.arange(low, position + 1)
+            pages = operands["page_tables"][seq][seen // case.page_size]
+            for head in range(case.heads):
+                keys = operands["k_pages"][pages, head // group, seen % case.page_size].astype(np.float64)
+                values = operands["v_pages"][pages, head // group, seen % case.page_size].astype(np.float64)
+                logits = keys @ operands["q"][token, head].astype(np.float64) * case.head_dim**-0.5
+                if case.soft_cap is not None:
+                    logits = case.soft_cap * np.tanh(logits / case.soft_cap)
+                weights = np.exp(logits - logits.max())
+                out[token, head] = weights @ values / weights.sum()
+    return out
+
+
+@functools.cache
+def _jitted(implementation: str, scale: float, sliding_window: int | None, soft_cap: float | None):
+    return jax.jit(
+        functools.partial(paged_attention, implementation=implementation, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    )
+
+
+def _run(implementation: str, case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
+    return np.asarray(_jitted(implementation, **options(case))(**operands))
+
+
+@pytest.mark.parametrize("case", CI_CASES)
+def test_reference_equals_a_loop_over_rows(case: Case) -> None:
+    operands = make(case)
+    np.testing.assert_allclose(_run("reference", case, operands), _by_loop(case, operands), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", [name for name in OP.implementations if name != "reference"])
+@pytest.mark.parametrize("case", CI_CASES)
+def test_equals_reference_with_nan_in_unowned_memory(case: Case, implementation: str) -> None:
+    operands = make(case)
+    expected = _run("reference", case, operands)
+    got = _run(implementation, case, operands)
+    np.testing.assert_allclose(got, expected, atol=3e-6, rtol=3e-5)
+    num_live = operands["cu_q_lens"][-1]
+    assert (got[num_live:] == 0).all()  # padding rows are exactly 0, though their queries are NaN
+    np.testing.assert_array_equal(got, _run(implementation, case, operands))
+    # The same tokens in other pages give the same bits.
+    moved = make(case, seed=0)
+    permutation = np.random.default_rng(1).permutation(len(moved["k_pages"]) - 1) + 1
+    inverse = np.concatenate([[0], permutation])
+    for name in ("k_pages", "v_pages"):
+        pages = np.empty_like(moved[name])
+        pages[inverse] = moved[name]
+        moved[name] = pages
+    moved["page_tables"] = inverse[moved["page_tables"]].astype(np.int32)
+    np.testing.assert_array_equal(got, _run(implementation, case, moved))
+
+
+@pytest.mark.parametrize("implementation", list(OP.implementations))
+@pytest.mark.parametrize("name", ["mixed", "decode_primes", "page_1"])
+def test_bfloat16_is_near_float32(name: str, implementation: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    operands = make(case, dtype="bfloat16")
+    as_float32 = {k: v.astype(np.float32) if v.dtype == ml_dtypes.bfloat16 else v for k, v in operands.items()}
+    got = _run(implementation, case, operands)
+    assert got.dtype == ml_dtypes.bfloat16
+    # Inputs are equal; what differs is rounding of weights and of the result to 8 bits of mantissa.
+    np.testing.assert_allclose(got.astype(np.float32), _run("reference", case, as_float32), atol=2e-2, rtol=2e-2)
+
+
+def test_a_layer_of_a_stacked_pool_is_the_layer_alone() -> None:
+    case = next(c for c in CASES if c.name == "mixed")
+    operands = make(case)
+    expected = _run("xla", case, operands)
+    for name in ("k_pages", "v_pages"):
+        operands[name] = np.stack([np.full_like(operands[name], np.nan), operands[name]])
+    for implementation in OP.implementations:
+        run = functools.partial(paged_attention, implementation=implementation, **options(case))
+        got = np.asarray(jax.jit(run)(**operands, layer=jnp.int32(1)))
+        np.testing.assert_allclose(got, expected, atol=3e-6, rtol=3e-5)
+
+
+def test_the_512_token_program_gathers_no_row_per_token() -> None:
+    """The gather of one row of pages per token would be 512 x chunk positions; the largest allowed is one block's chunk."""
+    case = Case("t512", ((512, 512),), 9, 3, 64, 16, num_padding_seqs=31)
+    operands = make(case)
+    text = jax.jit(functools.partial(paged_attention, implementation="xla", **options(case))).lower(**operands).as_text()
+    results = [line.rsplit("->", 1)[1] for line in text.splitlines() if '"stablehlo.gather"' in line]
+    sizes = [int(np.prod([int(n) for n in line.split("<")[1].split("x")[:-1]] or [1])) for line in results]
+    assert sizes, "the program gathers pages"
+    assert max(sizes) <= 8 * 3 * 128 * 64  # DECODE_BLOCK_SEQS sequences x KV heads x chunk x head_dim
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": 7}, "7 heads are no multiple of 3"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1"),
+        ({"layer": 0}, "leading layers axis"),
+        ({"implementation": "cuda"}, "no implementation 'cuda'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_sentence(change: dict, words: str) -> None:
+    case = next(c for c in CASES if c.name == "mixed")
+    operands = make(case)
+    if heads := change.pop("heads", None):
+        operands["q"] = operands["q"][:, :heads]
+    with pytest.raises(UnsupportedKernelError, match=words):
+        paged_attention(**jax.tree.map(jnp.asarray, operands), **(options(case) | change))
