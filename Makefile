@@ -47,7 +47,7 @@ test-system: setup-dev ## the tests that start whole processes
 
 test-min-jax: ## contract, interpreter and batch = alone on the oldest jax we support, in .venv-min-jax
 	@$(SETUP) .venv-min-jax min-jax
-	.venv-min-jax/bin/python -m pytest -m min_jax
+	.venv-min-jax/bin/python -m pytest --tier min-jax
 
 test-long: setup-dev ## the long versions of one area: AREA=pages|sampling|server|kernels|models|diagnose
 	$(PYTEST) --tier long --area $(or $(AREA),$(error AREA is one of pages sampling server kernels models diagnose))

@@ -1,0 +1,165 @@
+"""Fixtures and rules of every test run: which tests run, in what order, and the seconds of each area against its budget."""
+
+import ast
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Tests run on the CPU, on a machine with a GPU too; they must be the same tests everywhere.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+TESTS = Path(__file__).parent
+
+BUDGETS_S = {
+    "engine and main job": 150,
+    "scheduler and pages": 90,
+    "sampling and text": 60,
+    "server": 150,
+    "kernels": 100,
+    "models and meshes": 100,
+    "observability": 30,
+    "speed": 40,
+}
+"""Area -> seconds on 2 cores, in the order in which they run; 12 minutes in all."""
+
+AREAS = {
+    "": "engine and main job",
+    "cli": "engine and main job",
+    "engine": "engine and main job",
+    "loading": "engine and main job",
+    "scheduler": "scheduler and pages",
+    "text": "sampling and text",
+    "server": "server",
+    "kernels": "kernels",
+    "models": "models and meshes",
+    "observability": "observability",
+    "speed": "speed",
+}
+"""Folder of tests/ -> its area; files of tests/ itself belong to ""."""
+
+LONG_AREAS = ("pages", "sampling", "server", "kernels", "models", "diagnose")
+
+
+def area_of(path: Path) -> str:
+    """Returns the budget area of a test file. Raises KeyError for a folder that has none."""
+    parts = path.relative_to(TESTS).parts
+    return AREAS[parts[0] if len(parts) > 1 else ""]
+
+
+def file_markers(source: str) -> set[str]:
+    """Returns the marker names in a test file's module-level `pytestmark`, read without importing the file."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets):
+            names |= {part.attr for part in ast.walk(node.value) if isinstance(part, ast.Attribute)}
+    return names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jaxpaged")
+    group.addoption("--fast", action="store_true", help="only tests that need neither jax nor real weights; fails if jax was imported")
+    group.addoption(
+        "--tier",
+        choices=("kernels", "system", "long", "min-jax"),
+        help="only the tests marked tier(NAME), which are left out otherwise; min-jax: those marked min_jax",
+    )
+    group.addoption("--area", choices=LONG_AREAS, help="with --tier long: whose tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --fast, files marked jax or real are not even imported."""
+    if config.getoption("--fast") and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        if file_markers(collection_path.read_text(encoding="utf-8")) & {"jax", "real"}:
+            return True
+    return None
+
+
+def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    if config.getoption("--fast") and (item.get_closest_marker("jax") or item.get_closest_marker("real")):
+        return False
+    if config.getoption("--tier") == "min-jax":
+        return item.get_closest_marker("min_jax") is not None
+    marker = item.get_closest_marker("tier")
+    if marker is None:
+        return config.getoption("--tier") is None
+    (tier,), area = marker.args, marker.kwargs.get("area")
+    assert tier in ("kernels", "system", "long"), f"{item.nodeid}: there is no tier {tier!r}"
+    assert (area in LONG_AREAS) if tier == "long" else area is None, f"{item.nodeid}: the tier long has areas, the others none"
+    return tier == config.getoption("--tier") and area == config.getoption("--area")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = list(BUDGETS_S)
+    items.sort(key=lambda item: order.index(area_of(item.path)))
+    unwanted = [item for item in items if not _is_wanted(item, config)]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if _is_wanted(item, config)]
+
+
+class AreaClock:
+    """Adds up the seconds of each area: importing its test files, its fixtures, its tests."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(BUDGETS_S, 0.0)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            if isinstance(collector, pytest.Module):
+                self.seconds[area_of(collector.path)] += time.perf_counter() - started
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self.seconds[area_of(item.path)] += time.perf_counter() - started
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+        try:
+            return (yield)
+        finally:
+            rows = [(area, self.seconds[area], budget) for area, budget in BUDGETS_S.items() if self.seconds[area] > 0]
+            rows.append(("all", sum(self.seconds.values()), sum(BUDGETS_S.values())))
+            terminalreporter.section("seconds per area against the budget")
+            for area, seconds, budget in rows:
+                over = "  OVER BUDGET" if seconds > budget else ""
+                terminalreporter.write_line(f"{area:<22}{seconds:7.1f} of {budget:4d} s{over}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(AreaClock(), "jaxpaged-area-clock")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run that skipped a test (no test here may depend on what the machine happens to have) or broke the promise of --fast."""
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    faults = []
+    if reporter.stats.get("skipped"):
+        faults.append("tests were skipped")
+    if session.config.getoption("--fast") and "jax" in sys.modules:
+        faults.append("a test that is not marked jax imported jax")
+    if faults:
+        reporter.write_line("")
+        reporter.write_line(f"FAILED: {', '.join(faults)}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of the default model, pulled (once per machine) by our own puller."""
+    from jaxpaged.config import ModelConfig
+    from jaxpaged.loading.sources import resolve
+
+    return resolve(ModelConfig()).path
