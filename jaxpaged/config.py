@@ -5,7 +5,7 @@ YAML keys, dotted flags (`--cache.page-size 32`), environment variables (`JAXPAG
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -21,8 +21,8 @@ SECRET = {"secret": True}
 """Marks of fields (`Meta.extra`): a size that takes 512MiB or 1.5GiB; a value that is never printed."""
 
 
-def _doc(text: str, **limits: object) -> Meta:
-    return Meta(description=text, **limits)  # type: ignore[arg-type]
+def _doc(text: str, **limits: Any) -> Meta:
+    return Meta(description=text, **limits)
 
 
 def is_marked(annotation: object, mark: Mapping[str, object]) -> bool:
