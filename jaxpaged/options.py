@@ -18,7 +18,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.option_values import OptionType, read_type, read_value, shorten, to_yaml_value
 
 ENV_PREFIX = "JAXPAGED_"
-ENV_NOT_OPTIONS = frozenset({"JAXPAGED_HOME", "JAXPAGED_CACHE", "JAXPAGED_CONFIG"})
+ENV_NOT_OPTIONS = frozenset({"JAXPAGED_HOME", "JAXPAGED_CONFIG"})
 """Variables of ours that are places and not options: the cache folder, and the file that `--config` names."""
 
 MAX_CONFIG_BYTES = 2**20

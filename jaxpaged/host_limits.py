@@ -1,0 +1,137 @@
+"""What this process may take of the machine, and how JAX is told before it starts.
+
+XLA's CPU client sizes its thread pools once, from `NPROC` or else from the CPU affinity; it does not know cgroup quotas, and
+afterwards nothing changes the pools.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+from jaxpaged.config import Config
+from jaxpaged.errors import ConfigError
+
+# NPROC: XLA. The others: numpy's BLAS, OpenMP code in libraries, the tokenizer's pool.
+THREAD_VARIABLES = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+GPU_FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """CPUs that affinity and the cgroup quota (v1 and v2, every level) allow; at least 1. A quota of 1.5 CPUs counts as 2.
+
+    Args:
+        root: where `proc` and `sys` are, for tests.
+    """
+    quotas = [quota for quota in _cgroup_quotas(root) if quota > 0]
+    return max(1, min([_affinity(), *(math.ceil(quota) for quota in quotas)]))
+
+
+def _affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cgroup_quotas(root: Path) -> Iterator[float]:
+    """The quota in CPUs of each cgroup that this process is in, from its own up to the mount."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        memberships = []
+    for line in memberships:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            for folder in _levels(root / "sys/fs/cgroup", group):
+                yield from _quota_v2(folder)
+        elif "cpu" in controllers.split(","):
+            for name in (controllers, "cpu", "cpu,cpuacct"):
+                for folder in _levels(root / "sys/fs/cgroup" / name, group):
+                    yield from _quota_v1(folder)
+
+
+def _levels(mount: Path, group: str) -> Iterator[Path]:
+    """The group's folder and those above it. Inside a container the path may not exist: the mount is then its own group."""
+    parts = [part for part in group.split("/") if part not in ("", ".", "..")]
+    for i in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:i])
+
+
+def _quota_v2(folder: Path) -> Iterator[float]:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        yield float(quota) / float(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return
+
+
+def _quota_v1(folder: Path) -> Iterator[float]:
+    try:
+        yield float((folder / "cpu.cfs_quota_us").read_text()) / float((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError, ZeroDivisionError):
+        return
+
+
+def apply_cpu_threads(threads: int | None, env: MutableMapping[str, str] | None = None) -> int:
+    """Sets how many threads JAX and the libraries under it will compute with; call before JAX starts.
+
+    Args:
+        threads: `cpu.threads`; None: what `available_cpus` says. A variable that is already set is kept then.
+        env: the environment to write to; None: this process's.
+
+    Returns:
+        The number of threads XLA will use.
+
+    Raises:
+        ConfigError: `threads` is given, JAX has already started, and it started with another number.
+    """
+    env = os.environ if env is None else env
+    if jax_has_started():
+        current = _to_int(env.get("NPROC")) or _affinity()
+        if threads is not None and threads != current:
+            raise ConfigError(
+                f"cpu.threads {threads} comes too late: JAX has started in this process with {current}; "
+                "make the first engine before using jax, or set NPROC",
+                param="cpu.threads",
+            )
+        return current
+    if threads is None:
+        threads = _to_int(env.get("NPROC")) or available_cpus()
+        for variable in THREAD_VARIABLES:
+            env.setdefault(variable, str(threads))
+    else:
+        for variable in THREAD_VARIABLES:
+            env[variable] = str(threads)
+    return threads
+
+
+def apply_gpu_fraction(fraction: float, env: MutableMapping[str, str] | None = None) -> None:
+    """Sets the share of GPU memory that XLA's allocator takes when it starts, unless the user has; call before JAX starts.
+
+    Args:
+        fraction: `cache.gpu_memory_utilization`.
+        env: the environment to write to; None: this process's.
+    """
+    env = os.environ if env is None else env
+    if not jax_has_started():
+        env.setdefault(GPU_FRACTION_VARIABLE, f"{fraction:g}")
+
+
+def prepare_process(config: Config) -> int:
+    """All of the above from the tree, for programs that start an engine. Returns the number of threads.
+
+    Raises:
+        ConfigError: JAX has already started with other limits.
+    """
+    apply_gpu_fraction(config.cache.gpu_memory_utilization)
+    return apply_cpu_threads(config.cpu.threads)
+
+
+def jax_has_started() -> bool:
+    """Whether JAX has made its devices in this process. Imports nothing."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bool(bridge.backends_are_initialized())
+
+
+def _to_int(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and int(text) > 0 else None
