@@ -37,6 +37,7 @@ class _Pool(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    precision: lax.Precision | None
 
 
 def paged_attention(
@@ -62,7 +63,8 @@ def paged_attention(
     pages_per_chunk = max(1, min(CHUNK_TOKENS // page_size, max_pages))
     padded_pages = -max_pages % pages_per_chunk
     tables = jnp.pad(page_tables, ((0, 0), (0, padded_pages)))
-    pool = _Pool(k_pages, v_pages, tables, layer, pages_per_chunk, scale, sliding_window, soft_cap)
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # never TF32
+    pool = _Pool(k_pages, v_pages, tables, layer, pages_per_chunk, scale, sliding_window, soft_cap, precision)
 
     # A one-row low-precision dot is pathologically slow in XLA's CPU backend (about 200 ms a step), so a lone head gets a twin.
     # The rows of a block are laid out beside the query heads that share a KV head: [.., kv_heads, rows * group, head_dim].
@@ -150,7 +152,7 @@ def _attend(
         kv_position = index * chunk + jnp.arange(chunk)
         is_written = kv_position < lens[:, None]
         keys = gather(pool.k_pages, table, None)
-        logits = jnp.einsum("bkrd,bkpd->bkrp", queries, keys, preferred_element_type=jnp.float32) * pool.scale
+        logits = jnp.einsum("bkrd,bkpd->bkrp", queries, keys, preferred_element_type=jnp.float32, precision=pool.precision) * pool.scale
         if pool.soft_cap is not None:
             logits = pool.soft_cap * jnp.tanh(logits / pool.soft_cap)
         visible = is_written[:, None] & (kv_position <= positions[:, :, None])
@@ -164,7 +166,7 @@ def _attend(
         finite_peak = jnp.where(peak == -jnp.inf, 0, peak)
         weights = jnp.exp(logits - finite_peak[..., None])
         decay = jnp.exp(walk.peak - finite_peak)
-        summed = jnp.einsum("bkrp,bkpd->bkrd", weights.astype(compute_dtype), values, preferred_element_type=jnp.float32)
+        summed = jnp.einsum("bkrp,bkpd->bkrd", weights.astype(compute_dtype), values, preferred_element_type=jnp.float32, precision=pool.precision)
         return _Walk(peak, walk.total * decay + weights.sum(-1), walk.values * decay[..., None] + summed)
 
     shape = queries.shape[:-1]

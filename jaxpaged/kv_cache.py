@@ -1,0 +1,126 @@
+"""The page pool on the device, and how many pages fit in the memory given."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jaxpaged.config import MIB, CacheConfig
+from jaxpaged.errors import MemoryBudgetError
+
+CPU_POOL_BYTES = 512 * MIB
+GPU_RESERVE_FRACTION = 0.03
+"""Share of the GPU's memory left over for what nobody counts (contexts, fragmentation)."""
+
+DTYPES = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+
+
+class KVCache(NamedTuple):
+    """The pool. An argument and a result of every step, donated: it is updated in place and never copied."""
+
+    k: Float[Array, "layers pages kv_heads page_size head_dim"]
+    v: Float[Array, "layers pages kv_heads page_size head_dim"]
+
+
+class CacheShape(NamedTuple):
+    """What decides the size of a page."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: np.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys and values of all layers."""
+        return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+
+
+class DeviceMemory(NamedTuple):
+    """What a live backend says of its memory, in bytes."""
+
+    limit_bytes: int
+    in_use_bytes: int
+
+
+def make_cache(shape: CacheShape, num_pages: int) -> KVCache:
+    """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out."""
+    dims = (shape.layers, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
+    return KVCache(jnp.zeros(dims, shape.dtype), jnp.zeros(dims, shape.dtype))
+
+
+def write(
+    cache: KVCache,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    layer: Int32[Array, ""],
+    write_pages: Int32[Array, "tokens"],
+    write_offsets: Int32[Array, "tokens"],
+) -> KVCache:
+    """Puts each token's key and value at its page and offset; pages beyond the pool (padding) are dropped."""
+
+    def put(pool: Array, new: Array) -> Array:
+        if pool.dtype == jnp.float8_e4m3fn:
+            # The cast would turn what is too large into NaN, which would then spread over the whole answer.
+            limit = float(jnp.finfo(pool.dtype).max)
+            new = jnp.clip(new, -limit, limit)
+        at = pool.at[layer, write_pages, :, write_offsets]
+        return at.set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+
+    return KVCache(put(cache.k, k), put(cache.v, v))
+
+
+def count_pages(
+    config: CacheConfig,
+    shape: CacheShape,
+    *,
+    most_pages: int,
+    device: DeviceMemory | None,
+    temporary_bytes: int,
+) -> int:
+    """How many pages the pool gets, page 0 included.
+
+    Args:
+        config: the budget (`memory`) or the share of the GPU (`gpu_memory_utilization`).
+        shape: what decides the size of a page.
+        most_pages: more than this is never of use; it bounds the default budget of tiny models.
+        device: limit and use of a GPU after the weights were loaded; None on CPU.
+        temporary_bytes: scratch memory of the largest step program.
+
+    Raises:
+        MemoryBudgetError: not even one usable page fits.
+    """
+    if config.memory is not None:
+        budget = config.memory
+    elif device is None:
+        budget = CPU_POOL_BYTES
+    else:
+        # XLA's own limit already carries `gpu_memory_utilization` when the command line started the backend.
+        free = device.limit_bytes - device.in_use_bytes
+        budget = int(free - temporary_bytes - GPU_RESERVE_FRACTION * device.limit_bytes)
+    num_pages = budget // shape.page_bytes
+    if config.memory is None:
+        num_pages = min(num_pages, most_pages + 1)
+    if num_pages < 2:
+        raise MemoryBudgetError(
+            f"the page pool gets {max(budget, 0)} bytes and one page needs {shape.page_bytes}: at least two pages are needed; "
+            f"raise cache.memory or lower cache.page_size ({shape.page_size})"
+        )
+    return int(num_pages)
+
+
+def device_memory(device: jax.Device) -> DeviceMemory | None:
+    """Limit and use of an accelerator's memory; None where the backend keeps no account (CPU)."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return DeviceMemory(int(stats["bytes_limit"]), int(stats["bytes_in_use"]))

@@ -1,0 +1,1 @@
+"""Building blocks of models: NNX modules and pure functions over the flat token batch."""

@@ -1,0 +1,33 @@
+"""Linear maps and embeddings, with weights as checkpoints store them: [out, in]."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+
+def matmul(x: Float[Array, "rows in"], weight: Float[Array, "out in"]) -> Float[Array, "rows out"]:
+    """`x @ weight.T`, accumulated in float32; float32 operands are never rounded to TF32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+class Linear(nnx.Module):
+    """A linear map without bias."""
+
+    def __init__(self, num_in: int, num_out: int, dtype: jax.typing.DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+
+    def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        return matmul(x, self.weight[...]).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token ids to rows of the residual stream; the same table can serve as the head."""
+
+    def __init__(self, vocab: int, embed: int, dtype: jax.typing.DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((vocab, embed), dtype))
+
+    def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
+        return self.weight[...].at[token_ids].get(mode="fill", fill_value=0)

@@ -1,0 +1,158 @@
+"""Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.config import CacheConfig
+from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
+from jaxpaged.models import Family
+from jaxpaged.programs import CompilationWatch, Compiled, compile_all
+from jaxpaged.sampling import sample
+from jaxpaged.settings import StepLimits
+
+
+class Runner(Protocol):
+    """What the engine needs of a device: `run` is the only call that reaches one."""
+
+    limits: StepLimits
+    page_size: int
+    num_pages: int
+    vocab: int
+
+    def layout_for(self, num_tokens: int) -> BatchLayout: ...
+
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+class LoadedModel(NamedTuple):
+    """A model's structure and weights: parameter leaves in the order of the structure."""
+
+    family: Family
+    config: Any
+    graphdef: Any
+    treedef: Any
+    params: tuple[jax.Array, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(leaf.nbytes for leaf in self.params)
+
+
+class ModelRunner:
+    """Owns the weights, the page pool and the programs. Only the engine's thread calls `run`."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        limits: StepLimits,
+        cache: CacheConfig,
+        num_ids: int,
+        max_parallel: int,
+        on_compiled: Callable[[Compiled], None] = lambda _: None,
+        before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
+    ) -> None:
+        """Allocates the pool, compiles every bucket and runs each once.
+
+        Args:
+            model: weights on the device.
+            limits: sizes of a step.
+            cache: page size, pool memory and type.
+            num_ids: ids that the tokenizer knows; the rest of the head is never chosen.
+            max_parallel: programs compiled at the same time.
+            on_compiled: called for each program.
+            before_compiling: called once the pool is there.
+
+        Raises:
+            MemoryBudgetError: the pool does not fit.
+        """
+        self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
+        self._model, self._num_ids = model, num_ids
+        dtype = model.config.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
+        self.cache_shape = CacheShape(model.config.layers, model.config.kv_heads, model.config.head_dim, cache.page_size, dtype)
+        device = device_memory(jax.devices()[0])
+        self._max_pages = -(-limits.max_model_len // cache.page_size)
+        self.num_pages = 2
+        scratch = 0
+        if device is not None and cache.memory is None:
+            largest = self._layout(limits.token_buckets[-1])
+            scratch = self._lower(largest).compile().memory_analysis().temp_size_in_bytes
+        self.num_pages = count_pages(
+            cache,
+            self.cache_shape,
+            most_pages=2 * limits.max_num_seqs * self._max_pages,
+            device=device,
+            temporary_bytes=scratch,
+        )
+        self._cache = make_cache(self.cache_shape, self.num_pages)
+        self.layouts = tuple(self._layout(bucket) for bucket in limits.token_buckets)
+        self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
+        before_compiling(self)
+        self.programs = compile_all(self._lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
+        self._watch = CompilationWatch()
+        for layout in self.layouts:
+            self.run(layout, self._idle_blob(layout))
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the page pool."""
+        return self.num_pages * self.cache_shape.page_bytes
+
+    @property
+    def num_compiled_while_running(self) -> int:
+        """Programs that the backend compiled inside `run`; 0 unless something is wrong."""
+        return self._watch.num_compiled
+
+    @property
+    def pool(self) -> KVCache:
+        """The pool as the last step left it."""
+        return self._cache
+
+    def layout_for(self, num_tokens: int) -> BatchLayout:
+        """The smallest bucket's layout that holds `num_tokens`."""
+        return self._by_bucket[self.limits.bucket_for(num_tokens)]
+
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+        """Runs one step and waits for its ids: int32 [seqs]."""
+        with self._watch.watching():
+            ids, self._cache = self.programs[layout](self._model.params, self._cache, blob)
+            return np.asarray(ids)
+
+    def close(self) -> None:
+        """Gives weights and pool back at once, whoever still holds this object."""
+        self._watch.close()
+        for array in (*self._model.params, *self._cache):
+            array.delete()
+        self.programs = {}
+
+    def _layout(self, bucket: int) -> BatchLayout:
+        return BatchLayout(bucket, self.limits.rows_of(bucket), self._max_pages, self.page_size, self.num_pages)
+
+    def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
+        graphdef, treedef, num_ids = self._model.graphdef, self._model.treedef, self._num_ids
+
+        def step(params: tuple[jax.Array, ...], cache: KVCache, blob: jax.Array) -> tuple[jax.Array, KVCache]:
+            batch = unpack(blob, layout)
+            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+            hidden, cache = model(cache, batch)
+            return sample(model.logits(hidden[batch.sample_tokens]), batch.sampling, num_ids), cache
+
+        shape = self.cache_shape
+        dims = (shape.layers, self.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
+        pool = jax.ShapeDtypeStruct(dims, shape.dtype)
+        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._model.params)
+        return jax.jit(step, donate_argnums=1).lower(params, KVCache(pool, pool), blob)
+
+    def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
+        """A step in which nothing is live: it writes to no page."""
+        return pack((), layout, self.vocab)
