@@ -1,0 +1,215 @@
+"""Reads `config.json` and `generation_config.json` of a Hugging Face folder into one settled form.
+
+Writers of these files differ in where they put things and in what they leave out. `settle` looks once, as transformers does, so
+that a model reads plain keys. Keys that change nothing for us (`auto_map`, `use_cache`, ...) stay and are never acted upon: no
+code from a model's folder is imported.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+
+HfConfig = dict[str, Any]
+
+_DEFAULTS: dict[str, HfConfig] = {
+    "LlamaForCausalLM": {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    },
+}
+"""Architecture -> the values that transformers takes for keys that config.json leaves out."""
+
+_MODEL_TYPES = {"llama": "LlamaForCausalLM"}
+_DEFAULT_ROPE_THETA = 10_000.0
+
+_REQUIRED_COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_MAX_COUNT = 2**31 - 1
+# Real ones have some kilobytes, with long label lists a hundred; Python's objects are up to 25 times as large as their text.
+_MAX_JSON_BYTES = 2**20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises CheckpointError when it is missing, unreadable, too large or no object."""
+    try:
+        if not path.is_file():
+            fate = "is a symbolic link to nowhere" if path.is_symlink() else "is not a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {fate}")
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} should hold a JSON object, not {_kind(content)}")
+    return content
+
+
+def read_folder_config(folder: Path) -> HfConfig:
+    """Returns the settled `config.json` of a folder. Raises CheckpointError and UnsupportedModelError, as `settle` does."""
+    path = folder / "config.json"
+    if not path.exists() and not path.is_symlink():
+        raise CheckpointError(f"{folder} has no config.json: it is not a model in Hugging Face's format")
+    return settle(read_json(path), str(path))
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Returns `generation_config.json` of a folder, empty when there is none. Raises CheckpointError for a broken one."""
+    path = folder / "generation_config.json"
+    if not path.exists() and not path.is_symlink():
+        return {}
+    generation_config = read_json(path)
+    _token_ids(generation_config, "eos_token_id", str(path))
+    return generation_config
+
+
+def eos_token_ids(hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every token that ends an answer according to either file, without repeats; empty when neither names one."""
+    ids = [*_token_ids(hf_config, "eos_token_id", "config.json"), *_token_ids(generation_config, "eos_token_id", "generation_config.json")]
+    return tuple(dict.fromkeys(ids))
+
+
+def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
+    """Checks a config and brings it into one form.
+
+    Args:
+        raw: as it stands in config.json, or as built from a GGUF file's metadata.
+        source: where it comes from, for messages.
+
+    Returns:
+        The same keys, and `architectures` is a list of names. For an architecture whose defaults are known here, all counts,
+        `num_key_value_heads`, `head_dim`, `rms_norm_eps`, `hidden_act` and `tie_word_embeddings` are there; `rope_theta` is a float;
+        `rope_scaling` is None for plain positions, else a dict with `rope_type` and its numbers; `rope_parameters` is gone;
+        `bos_token_id` and `eos_token_id` are there and may be None. Whether an architecture or a rope type is run, the models say.
+
+    Raises:
+        UnsupportedModelError: quantized weights, or heads that are rotated in part.
+        CheckpointError: a key is missing or its value makes no sense; all such keys at once.
+    """
+    config = dict(raw)
+    config["architectures"] = names = _architectures(config, source)
+    known = next((name for name in names if name in _DEFAULTS), None)
+    if known is None:
+        return config
+    _refuse_quantization(config, source)
+    for key, value in _DEFAULTS[known].items():
+        if config.get(key) is None:
+            config[key] = value
+    faults = _settle_counts(config)
+    if not _is_number(config["rms_norm_eps"]) or not 0 < config["rms_norm_eps"] < 1:
+        faults.append(f"rms_norm_eps should be a number between 0 and 1, not {config['rms_norm_eps']!r:.60}")
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        if not isinstance(config[key], bool):
+            faults.append(f"{key} should be true or false, not {config[key]!r:.60}")
+    if not isinstance(config["hidden_act"], str):
+        faults.append(f"hidden_act should be a name, not {config['hidden_act']!r:.60}")
+    faults += _settle_rope(config, source)
+    if faults:
+        raise CheckpointError(f"{source}: {'; '.join(faults)}")
+    for key in ("bos_token_id", "eos_token_id"):
+        config.setdefault(key, None)
+        _token_ids(config, key, source)
+    return config
+
+
+def _architectures(config: Mapping[str, Any], source: str) -> list[str]:
+    names = config.get("architectures")
+    if not names and isinstance(config.get("model_type"), str):
+        names = [_MODEL_TYPES.get(config["model_type"], config["model_type"])]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{source} names no architecture: 'architectures' should be a list of names, not {names!r:.60}")
+    return names
+
+
+def _settle_counts(config: HfConfig) -> list[str]:
+    """Checks the sizes and adds those that follow from others; returns what is wrong with them."""
+    faults = [f"{key} is missing" for key in _REQUIRED_COUNTS if config.get(key) is None]
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = heads
+    if config.get("head_dim") is None and _is_count(heads) and _is_count(hidden):
+        if hidden % heads:
+            faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        config["head_dim"] = hidden // heads
+    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if config.get(key) is not None and not _is_count(config[key]):
+            faults.append(f"{key} should be a positive integer, not {config[key]!r:.60}")
+    if faults:
+        return faults
+    if heads % config["num_key_value_heads"]:
+        faults.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {config['num_key_value_heads']}")
+    if config["head_dim"] % 2:
+        faults.append(f"head_dim {config['head_dim']} is odd; rotary positions need an even one")
+    return faults
+
+
+def _refuse_quantization(config: Mapping[str, Any], source: str) -> None:
+    for key in ("quantization_config", "compression_config"):
+        quantization = config.get(key)
+        if quantization:
+            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+            raise UnsupportedModelError(f"{source}: quantized weights ({key}: {method!s:.60}) are not supported; use the unquantized model")
+
+
+def _settle_rope(config: HfConfig, source: str) -> list[str]:
+    """Brings `rope_parameters` (new style) into `rope_theta` and `rope_scaling` (old style); returns what is wrong with them.
+
+    As in transformers: `rope_scaling` that is not empty counts as `rope_parameters`; a `rope_theta` in there goes before one at the top.
+    """
+    parameters = config.pop("rope_parameters", None)
+    parameters = config.get("rope_scaling") or parameters or {}
+    config["rope_scaling"] = None
+    if not isinstance(parameters, dict):
+        return [f"rope_scaling or rope_parameters should be an object, not {_kind(parameters)}"]
+    theta = parameters.get("rope_theta")
+    if theta is None:
+        theta = config.get("rope_theta")
+    if theta is None:
+        theta = _DEFAULT_ROPE_THETA
+    if not _is_number(theta) or theta <= 0:
+        return [f"rope_theta should be a positive number, not {theta!r:.60}"]
+    config["rope_theta"] = float(theta)
+    rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        raise UnsupportedModelError(f"{source}: partial_rotary_factor {rotated!r:.60} is not supported; all of head_dim is rotated")
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(rope_type, str):
+        return [f"rope_type should be a name, not {rope_type!r:.60}"]
+    if rope_type != "default":
+        scaling = {key: value for key, value in parameters.items() if key not in ("type", "rope_theta")} | {"rope_type": rope_type}
+        pretrained = config.get("original_max_position_embeddings")
+        if pretrained is not None:
+            scaling["original_max_position_embeddings"] = pretrained
+        config["rope_scaling"] = scaling
+    return []
+
+
+def _token_ids(config: Mapping[str, Any], key: str, source: str) -> list[int]:
+    """The ids under `key`, which may be absent, null, one id or a list of ids. Raises CheckpointError for anything else."""
+    value = config.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= _MAX_COUNT:
+            raise CheckpointError(f"{source}: {key} should be a token id or a list of them, not {value!r:.60}")
+    return ids
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COUNT
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
