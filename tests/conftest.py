@@ -131,6 +131,7 @@ class AreaClock:
         finally:
             rows = [(area, self.seconds[area], budget) for area, budget in BUDGETS_S.items() if self.seconds[area] > 0]
             rows.append(("all", sum(self.seconds.values()), sum(BUDGETS_S.values())))
+            terminalreporter.ensure_newline()
             terminalreporter.section("seconds per area against the budget")
             for area, seconds, budget in rows:
                 over = "  OVER BUDGET" if seconds > budget else ""
