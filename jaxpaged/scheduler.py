@@ -324,8 +324,10 @@ class Scheduler:
         return ScheduledStep(rows, tuple(admitted), tuple(preempted), decision, queries, hits)
 
     def _num_pages_wanted(self, sequence: Sequence) -> int:
-        """Pages to come for the known tokens of `sequence` and the next one (the last token of an answer is never computed)."""
-        num_tokens = min(len(sequence.token_ids) + 1, sequence.max_total_tokens - 1)
+        """Pages to come for the known tokens of `sequence` and the next one; to its very end once it was preempted twice."""
+        # The last token of an answer is never computed.
+        last = sequence.max_total_tokens - 1
+        num_tokens = last if sequence.num_preemptions > 1 else min(len(sequence.token_ids) + 1, last)
         return self._pages.pages_for(num_tokens) - len(sequence.pages)
 
     def _take_cached_pages(self, sequence: Sequence, promised: int) -> bool:
