@@ -39,7 +39,9 @@ certificates=${PIP_CERT:-$("${pip[@]}" config get global.cert 2>/dev/null || tru
 [ -n "${SSL_CERT_FILE:-}" ] || [ -z "$certificates" ] || export SSL_CERT_FILE=$certificates
 
 uv=("$venv/bin/uv" pip)
-"${uv[@]}" sync --python "$venv/bin/python" --require-hashes "requirements/$lock.lock"
+# Progress for who watches; a log gets no list of ninety packages.
+[ -t 2 ] && quiet= || quiet=--quiet
+"${uv[@]}" sync $quiet --python "$venv/bin/python" --require-hashes "requirements/$lock.lock"
 # The build backend is in the lock: offline and without isolation, so that nothing unlocked is ever fetched.
 "${uv[@]}" install --quiet --python "$venv/bin/python" --offline --no-deps --no-build-isolation --editable .
 printf '%s %s\n' "$lock" "$(stamp_of "$lock")" >"$stamp"

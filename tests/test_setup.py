@@ -119,7 +119,7 @@ def test_a_set_up_environment_is_left_alone_and_a_changed_lock_is_not(tmp_path: 
 
     first = set_up("base", "dev")
     assert len(first) == 2
-    assert first[0].endswith("sync --python .venv/bin/python --require-hashes requirements/base.lock")
+    assert {"sync", "--require-hashes", "requirements/base.lock"} <= set(first[0].split())
     assert {"--offline", "--no-deps", "--no-build-isolation", "--editable"} <= set(first[1].split())
     assert set_up("base", "dev") == []
     assert set_up("dev")[0].endswith("requirements/dev.lock")
