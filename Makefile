@@ -25,7 +25,7 @@ setup-dev:
 	@$(SETUP) .venv $(TEST_LOCKS)
 
 demo: setup ## install, pull the default model and stream an answer (PROMPT="..." for your own question)
-	@.venv/bin/jaxpaged generate "$${PROMPT:-The capital of France is}"
+	@.venv/bin/jaxpaged generate --chat -- "$${PROMPT:-What is the capital of France? Answer in one sentence.}"
 
 test: lint ## everything that has to pass: lint, then all tests, under 12 minutes on 2 cores
 	$(PYTEST)
