@@ -1,0 +1,178 @@
+"""What a GGUF file's metadata says, in the words of Hugging Face's config.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.gguf_header import MetadataValue
+from jaxpaged.loading.model_config import HfConfig, settle
+
+_Scalar = TypeVar("_Scalar", int, float, str)
+
+
+class GgufArchitecture(NamedTuple):
+    """How files of one `general.architecture` map to Hugging Face's.
+
+    `are_rotary_rows_interleaved`: llama.cpp's converter stores the q and k rows of a Llama with the halves of each head interleaved
+    (its rope turns neighbouring pairs); those of other architectures it leaves alone.
+    """
+
+    hf_architecture: str
+    hf_model_type: str
+    hidden_act: str
+    names: Mapping[str, str]
+    layer_names: Mapping[str, str]
+    are_rotary_rows_interleaved: bool
+
+
+LLAMA = GgufArchitecture(
+    hf_architecture="LlamaForCausalLM",
+    hf_model_type="llama",
+    hidden_act="silu",
+    names={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
+    layer_names={
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+    are_rotary_rows_interleaved=True,
+)
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {"llama": LLAMA}
+"""`general.architecture` -> how to read it."""
+
+
+class Metadata:
+    """Metadata by key, with the type that is due checked."""
+
+    def __init__(self, path: Path, values: Mapping[str, MetadataValue]) -> None:
+        self.path = path
+        self._values = values
+
+    def has(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, kind: type[_Scalar], default: _Scalar | None = None) -> _Scalar:
+        """One value. Raises CheckpointError when it is missing without a default, or of another type."""
+        value = self._values.get(key, default)
+        if value is None:
+            raise CheckpointError(f"{self.path}: the metadata lacks {key}")
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            found = "a list" if isinstance(value, list | np.ndarray) else repr(value)
+            raise CheckpointError(f"{self.path}: {key} should be {kind.__name__}, not {found:.60}")
+        return value
+
+
+def read_hf_config(
+    architecture: GgufArchitecture,
+    metadata: Metadata,
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_freqs: np.ndarray | None,
+) -> HfConfig:
+    """Builds the config that Hugging Face would have for this file, settled.
+
+    Args:
+        shapes: of all tensors, by Hugging Face's names: they tell the vocabulary, tied embeddings and biases.
+        rope_freqs: values of rope_freqs.weight where the file has it, [head_dim / 2].
+
+    Raises:
+        CheckpointError: a key is missing or makes no sense.
+        UnsupportedModelError: a mixture of experts, a part of a split file, heads rotated in part, or an unknown scaling of positions.
+    """
+    path = metadata.path
+    prefix = metadata.get("general.architecture", str)
+    if metadata.get("split.count", int, 0) > 1:
+        raise UnsupportedModelError(f"{path} is one part of a split file: merge its parts with llama-gguf-split --merge")
+    if metadata.get(f"{prefix}.expert_count", int, 0):
+        raise UnsupportedModelError(f"{path}: mixtures of experts ({prefix}.expert_count) are not supported in GGUF files")
+    embedding = shapes.get("model.embed_tokens.weight")
+    if embedding is None or len(embedding) != 2:
+        raise CheckpointError(f"{path} has no token_embd.weight with two dimensions")
+    heads = metadata.get(f"{prefix}.attention.head_count", int)
+    hidden = metadata.get(f"{prefix}.embedding_length", int)
+    head_dim = metadata.get(f"{prefix}.attention.key_length", int, hidden // heads if heads > 0 else 0)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if metadata.get(f"{prefix}.{key}", int, head_dim) != head_dim:
+            raise UnsupportedModelError(f"{path}: {prefix}.{key} differs from the head size {head_dim}, which is not supported")
+    theta = metadata.get(f"{prefix}.rope.freq_base", float, 10_000.0)
+    config: HfConfig = {
+        "architectures": [architecture.hf_architecture],
+        "model_type": architecture.hf_model_type,
+        "hidden_act": architecture.hidden_act,
+        "hidden_size": hidden,
+        "intermediate_size": metadata.get(f"{prefix}.feed_forward_length", int),
+        "num_hidden_layers": metadata.get(f"{prefix}.block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get(f"{prefix}.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "vocab_size": embedding[0],
+        "max_position_embeddings": metadata.get(f"{prefix}.context_length", int),
+        "rms_norm_eps": metadata.get(f"{prefix}.attention.layer_norm_rms_epsilon", float),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(metadata, prefix, head_dim, theta, rope_freqs),
+        "attention_bias": any(name.endswith("self_attn.q_proj.bias") for name in shapes),
+        "mlp_bias": any(name.endswith("mlp.up_proj.bias") for name in shapes),
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "bos_token_id": _token_ids(metadata, "bos"),
+        # Files of chat models name the end of a turn and of a message beside the end of the text.
+        "eos_token_id": _token_ids(metadata, "eos", "eot", "eom"),
+    }
+    return settle(config, str(path))
+
+
+def _token_ids(metadata: Metadata, *kinds: str) -> int | list[int] | None:
+    """The ids of some kinds of token that the file names: none, one, or a list without repeats."""
+    keys = [key for kind in kinds if metadata.has(key := f"tokenizer.ggml.{kind}_token_id")]
+    ids = list(dict.fromkeys(metadata.get(key, int) for key in keys))
+    return ids if len(ids) > 1 else ids[0] if ids else None
+
+
+def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, rope_freqs: np.ndarray | None) -> HfConfig | None:
+    kind = metadata.get(f"{prefix}.rope.scaling.type", str, "none")
+    if kind != "none":
+        # The names are Hugging Face's own: linear, yarn, longrope.
+        return {"rope_type": kind, "factor": metadata.get(f"{prefix}.rope.scaling.factor", float, 1.0)}
+    if metadata.has(f"{prefix}.rope.scale_linear"):  # the older key
+        return {"rope_type": "linear", "factor": metadata.get(f"{prefix}.rope.scale_linear", float)}
+    if rope_freqs is None or np.all(rope_freqs == 1):
+        return None
+    # Llama 3.1's scaling stands in files as the tensor of its divisors alone: the largest is its `factor`, the other numbers are
+    # the same in all releases.
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(np.max(rope_freqs)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if rope_freqs.shape != (head_dim // 2,) or not np.allclose(rope_freqs, _llama3_divisors(head_dim, theta, **scaling), rtol=1e-3):
+        raise UnsupportedModelError(f"{metadata.path}: rope_freqs.weight holds a scaling of rotary positions that is not Llama 3's")
+    return scaling
+
+
+def _llama3_divisors(
+    head_dim: int,
+    theta: float,
+    *,
+    rope_type: str,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> np.ndarray:
+    """What Llama 3.1 divides the rotary frequencies by, [head_dim / 2] (transformers, `_compute_llama3_parameters`)."""
+    with np.errstate(all="ignore"):  # theta is not checked yet
+        turns = original_max_position_embeddings * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
+        share = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+        return 1 / ((1 - share) / factor + share)
