@@ -1,0 +1,32 @@
+"""The commands of the command line: this table names them, one module each runs them.
+
+A module has `add_arguments(parser)` and `run(args) -> exit status`, and imports nothing heavy before `run`.
+"""
+
+import msgspec
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A command: its module below `jaxpaged.commands`, and one line of help."""
+
+    name: str
+    module: str
+    summary: str
+    aliases: tuple[str, ...] = ()
+
+
+COMMANDS = (
+    Command(name="generate", module="generate", summary="complete one or many prompts"),
+    Command(name="chat", module="chat", summary="talk with a model in the terminal", aliases=("run",)),
+    Command(name="pull", module="pull", summary="fetch a model into the cache folder"),
+    Command(name="ls", module="list_models", summary="list the models that are known and pulled"),
+    Command(name="rm", module="remove", summary="remove pulled models"),
+    Command(name="config", module="show_config", summary="print the merged options, or list all that there are"),
+    Command(name="completion", module="completion", summary="print a completion script for bash, zsh or fish"),
+    Command(name="version", module="version", summary="print the versions of jaxpaged, Python and JAX"),
+)
+
+
+def by_name() -> dict[str, Command]:
+    """Every command by name and alias."""
+    return {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -1,0 +1,34 @@
+"""Ctrl-C that ends an answer and leaves the engine whole: the signal is noted, and looked at between two steps."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed since the `noted_interrupts` block began."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler. A second Ctrl-C does not wait for the step."""
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[Interrupt]:
+    """Within the block the first Ctrl-C is only noted. Outside the main thread nothing changes."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = signal.signal(signal.SIGINT, interrupt.note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
