@@ -22,7 +22,8 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of printing the usage, and names the nearest flag for one it does not know."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+        usage = f"{prog} [options]"
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
         self.set_defaults(overrides={})
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -46,6 +47,15 @@ class Parser(argparse.ArgumentParser):
         return ConfigError(
             f"{self.prog}: unknown option {name[:80]}" + (f"; the nearest is {near}" if near else f"; see {self.prog} --help")
         )
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        """Also shows positional arguments in the usage line, which names no flags: there are too many."""
+        action = super().add_argument(*names, **settings)
+        if not action.option_strings and self.usage is not None:
+            word = str(action.metavar or action.dest)
+            repeated = {"*": f"[{word} ...]", "+": f"{word} [...]", "?": f"[{word}]"}
+            self.usage += " " + repeated.get(str(action.nargs), word)
+        return action
 
     def flags(self) -> list[str]:
         """Every flag, in the order of the help text."""
@@ -73,10 +83,20 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help in two columns, with room for dotted flags."""
+    """Help in two columns, with room for dotted flags; `--x N, --y N` is shown as `--x, --y N`, and `--no-x` as `--[no-]x`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        negatives = {flag for flag in action.option_strings if flag.startswith("--no-")}
+        flags = [
+            f"--[no-]{flag[2:]}" if f"--no-{flag[2:]}" in negatives else flag for flag in action.option_strings if flag not in negatives
+        ]
+        values = "" if action.nargs == 0 else " " + self._format_args(action, self._get_default_metavar_for_optional(action))
+        return ", ".join(flags) + values
 
 
 class _NoteOption(argparse.Action):
@@ -85,7 +105,7 @@ class _NoteOption(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        value = self.const if self.nargs == 0 else values
+        value = not str(option_string).startswith("--no-") if self.nargs == 0 else values
         namespace.overrides = {**namespace.overrides, self.dest: (option_string, value)}
 
 
@@ -106,17 +126,15 @@ def _add_option(group: Any, option: Option) -> None:
     default = to_yaml_value(option.default, option.type, redact=True)
     help_text = f"{option.doc} (default: {'none' if default == 'null' else default})".replace("%", "%%")
     if option.type.kind is Kind.BOOL:
-        group.add_argument(*flags, dest=option.path, action=_NoteOption, nargs=0, const=True, default=argparse.SUPPRESS, help=help_text)
-        negatives = ["--no-" + flag[2:] for flag in flags]
-        group.add_argument(
-            *negatives, dest=option.path, action=_NoteOption, nargs=0, const=False, default=argparse.SUPPRESS, help="the opposite"
-        )
+        flags += ["--no-" + flag[2:] for flag in flags]
+        group.add_argument(*flags, dest=option.path, action=_NoteOption, nargs=0, default=argparse.SUPPRESS, help=help_text)
         return
     group.add_argument(
         *flags,
         dest=option.path,
         action=_NoteOption,
-        nargs="+" if option.type.kind is Kind.LIST else None,
+        # vLLM's spelling: --api-key A B. A list of numbers is one word (2,4,8), so that a prompt may follow it.
+        nargs="+" if option.type.item is not None and option.type.item.kind is Kind.TEXT else None,
         default=argparse.SUPPRESS,
         metavar=option.type.metavar,
         help=help_text,
@@ -153,6 +171,11 @@ def integer(text: str) -> int:
     if not re.fullmatch(r"[+-]?\d{1,30}", text.strip(), re.ASCII):
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:80]!r}")
     return int(text)
+
+
+def integers(text: str) -> list[int]:
+    """An argparse type: `1,2,3`."""
+    return [integer(word) for word in text.split(",") if word.strip()]
 
 
 def number(text: str) -> float:

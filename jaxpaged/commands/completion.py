@@ -56,7 +56,8 @@ def _words(command: str) -> tuple[str, ...]:
 
 def bash_script() -> str:
     """For bash 3.2 and later."""
-    cases, choices = [], {}
+    cases: list[str] = []
+    choices: dict[str, str] = {}
     for name, flags in command_flags().items():
         cases.append(f'    {name}) words="{" ".join([*(flag.name for flag in flags), *_words(name)])}" ;;')
         choices |= {flag.name: " ".join(flag.choices) for flag in flags if flag.choices}

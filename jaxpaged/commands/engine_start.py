@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from jaxpaged.cli_parser import Parser, add_options, integer, load_options, number
+from jaxpaged.cli_parser import Parser, add_options, integer, integers, load_options, number
 from jaxpaged.commands.engine_api import MakeEngine, TextEngine
 from jaxpaged.config import Config
 from jaxpaged.events import Sink
@@ -39,7 +39,7 @@ def add_sampling_arguments(parser: Parser, *, max_tokens: int | None) -> None:
     group.add_argument("--top-k", type=integer, metavar="N", help="keep this many tokens; 0 or -1: all")
     group.add_argument("--min-p", type=number, metavar="X", help="drop tokens under this share of the likeliest one's probability")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
-    group.add_argument("--stop-token-ids", type=integer, nargs="+", metavar="ID", help="end the answer after one of these token ids")
+    group.add_argument("--stop-token-ids", type=integers, metavar="ID,ID", help="end the answer after one of these token ids")
     default = "up to the end of the context" if max_tokens is None else str(max_tokens)
     group.add_argument("--max-tokens", type=integer, metavar="N", default=max_tokens, help=f"tokens at most (default: {default})")
     group.add_argument("--min-tokens", type=integer, metavar="N", help="tokens at least, before the model may end")

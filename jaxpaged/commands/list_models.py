@@ -48,21 +48,20 @@ def run(args: argparse.Namespace) -> int:
 
 def listed_models() -> list[ListedModel]:
     """Registry and cache folder together, by name."""
-    from jaxpaged.loading.cache_folder import CacheFolder
     from jaxpaged.loading.registry import read_registry
+    from jaxpaged.loading.sources import list_models
 
     registry = read_registry()
     listed = {
         name: ListedModel(name=name, num_bytes=None, pulled_at_s=None, path=None, description=entry.description)
         for name, entry in registry.items()
     }
-    for model in CacheFolder().models():
-        name = model.manifest.name
-        listed[name] = ListedModel(
-            name=name,
+    for model in list_models():
+        listed[model.name] = ListedModel(
+            name=model.name,
             num_bytes=model.num_bytes,
-            pulled_at_s=model.manifest.pulled_at_s,
+            pulled_at_s=model.pulled_at_s,
             path=str(model.path),
-            description=registry[name].description if name in registry else model.manifest.source,
+            description=registry[model.name].description if model.name in registry else model.source,
         )
     return [listed[name] for name in sorted(listed)]

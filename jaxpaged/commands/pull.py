@@ -5,6 +5,7 @@ import sys
 
 from jaxpaged.cli_parser import Parser, add_options, load_options
 from jaxpaged.commands.answers import write_lines
+from jaxpaged.errors import ConfigError
 
 PULL_OPTIONS = ("model.model", "model.revision", "model.hf_token", "model.offline")
 
@@ -19,10 +20,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `commands`."""
-    from jaxpaged.loading.sources import resolve
+    from jaxpaged.loading.sources import pull
 
-    configs = [load_options(args, model=name).config for name in args.names or [None]]
-    for config in configs:
-        files = resolve(config.model)
+    config = load_options(args).config.model
+    if config.offline:
+        raise ConfigError("pull needs the network; leave out --offline", param="model.offline")
+    for name in args.names or [config.model]:
+        files = pull(name, revision=config.revision, token=config.hf_token)
         write_lines(sys.stdout, [f"{files.name} is in {files.path}"])
     return 0

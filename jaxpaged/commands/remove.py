@@ -5,8 +5,6 @@ import sys
 
 from jaxpaged.cli_parser import Parser
 from jaxpaged.commands.answers import write_lines
-from jaxpaged.errors import ModelNotFoundError
-from jaxpaged.options import nearest
 
 
 def add_arguments(parser: Parser) -> None:
@@ -15,18 +13,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `commands`. Nothing is removed when one of the names is unknown."""
-    from jaxpaged.loading.cache_folder import CacheFolder, disk_errors
+    """See `commands`."""
     from jaxpaged.loading.progress import format_bytes
+    from jaxpaged.loading.sources import remove
 
-    cache = CacheFolder()
-    pulled = {model.manifest.name: model for model in cache.models()}
-    for name in args.names:
-        if name not in pulled:
-            near = nearest(name, pulled)
-            raise ModelNotFoundError(f"{name} is not pulled" + (f"; the nearest is {near}" if near else "; jaxpaged ls lists what is"))
     for name in dict.fromkeys(args.names):
-        with disk_errors(cache.home):
-            cache.remove(name)
-        write_lines(sys.stdout, [f"removed {name} ({format_bytes(pulled[name].num_bytes)})"])
+        removed = remove(name)
+        what = f"{removed.name} ({format_bytes(removed.num_bytes)})" if removed is not None else f"what a stopped pull of {name} had left"
+        write_lines(sys.stdout, [f"removed {what}"])
     return 0
