@@ -1,0 +1,71 @@
+"""What the cache folder asks of the disk: space, durable files, removal, and refusals told in one sentence."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxpaged.errors import DownloadError
+from jaxpaged.loading.progress import format_bytes
+
+SPARE_BYTES = 16 * 2**20
+
+
+@contextmanager
+def disk_errors(home: Path) -> Iterator[None]:
+    """Turn what the operating system refuses in the cache folder into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise DownloadError(f"cannot write to the cache folder {home}: {reason}; free some space there or set JAXPAGED_HOME") from error
+
+
+def require_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Raises DownloadError when the file system of `folder` has less than `num_bytes` (and a little more) free."""
+    while not folder.exists():
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes + SPARE_BYTES:
+        raise DownloadError(
+            f"no disk space: {what} needs {format_bytes(num_bytes + SPARE_BYTES)} in {folder}, {format_bytes(free_bytes)} are free; "
+            "free some space or set JAXPAGED_HOME to a folder on a larger disk"
+        )
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, link or folder, if it is there; links are not followed."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            pass
+
+
+def is_younger(path: Path, limit_s: float) -> bool:
+    """Whether `path` is there and was changed less than `limit_s` seconds ago."""
+    try:
+        return time.time() - path.stat().st_mtime < limit_s
+    except OSError:
+        return False
+
+
+def sync_tree(folder: Path) -> None:
+    """Have every file and folder below `folder` on the disk before going on."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """Have one file, or the names in one folder, on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
