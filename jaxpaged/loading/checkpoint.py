@@ -1,7 +1,7 @@
 """What every model file looks like from outside: named tensors and a config, whatever the format."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ class StoredTensor(NamedTuple):
     dtype: np.dtype
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """An open model file or folder. Tensor names and layouts are Hugging Face's; nothing is read before it is asked for.
 

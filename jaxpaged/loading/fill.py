@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ _ALIGNMENT_BYTES = 64
 _MOST_FAULTS = 20
 
 
+@runtime_checkable
 class ShapeDtype(Protocol):
     """Shape and type of a parameter; `jax.ShapeDtypeStruct` is one."""
 

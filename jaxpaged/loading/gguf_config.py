@@ -149,7 +149,7 @@ def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, 
         return None
     # Llama 3.1's scaling stands in files as the tensor of its divisors alone: the largest is its `factor`, the other numbers are
     # the same in all releases.
-    scaling = {
+    scaling: HfConfig = {
         "rope_type": "llama3",
         "factor": float(np.max(rope_freqs)),
         "low_freq_factor": 1.0,

@@ -15,7 +15,7 @@ from jaxpaged.loading.mapped_file import MappedFile
 
 MetadataValue = bool | int | float | str | list[str] | np.ndarray
 
-_SCALARS = {
+_SCALARS: dict[int, np.dtype] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),

@@ -8,7 +8,7 @@ code from a model's folder is imported.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 
@@ -32,6 +32,7 @@ _DEFAULT_ROPE_THETA = 10_000.0
 
 _REQUIRED_COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _MAX_COUNT = 2**31 - 1
+_MAX_LAYERS = 4096
 # Real ones have some kilobytes, with long label lists a hundred; Python's objects are up to 25 times as large as their text.
 _MAX_JSON_BYTES = 2**20
 
@@ -145,6 +146,9 @@ def _settle_counts(config: HfConfig) -> list[str]:
             faults.append(f"{key} should be a positive integer, not {config[key]!r:.60}")
     if faults:
         return faults
+    heads = config["num_attention_heads"]
+    if config["num_hidden_layers"] > _MAX_LAYERS:
+        faults.append(f"num_hidden_layers {config['num_hidden_layers']} is above {_MAX_LAYERS}")
     if heads % config["num_key_value_heads"]:
         faults.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {config['num_key_value_heads']}")
     if config["head_dim"] % 2:
@@ -203,11 +207,11 @@ def _token_ids(config: Mapping[str, Any], key: str, source: str) -> list[int]:
     return ids
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COUNT
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
