@@ -1,7 +1,7 @@
 """What every model file looks like from outside: named tensors and a config, whatever the format."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Checkpoint(Protocol):
         """Closes the files; arrays that were read stay valid."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> "Checkpoint": ...
 
     def __exit__(self, *exception: object) -> None: ...
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class GgufCheckpoint:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "GgufCheckpoint":
         return self
 
     def __exit__(self, *exception: object) -> None:

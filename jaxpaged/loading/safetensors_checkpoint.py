@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ml_dtypes
 import msgspec
@@ -83,7 +83,7 @@ class SafetensorsCheckpoint:
         for file in self._files:
             file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "SafetensorsCheckpoint":
         return self
 
     def __exit__(self, *exception: object) -> None:
