@@ -58,6 +58,7 @@ class ModelRunner:
         cache: CacheConfig,
         num_ids: int,
         max_parallel: int,
+        fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
         before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
     ) -> None:
@@ -69,6 +70,7 @@ class ModelRunner:
             cache: page size, pool memory and type.
             num_ids: ids that the tokenizer knows; the rest of the head is never chosen.
             max_parallel: programs compiled at the same time.
+            fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
             before_compiling: called once the pool is there.
 
@@ -93,6 +95,10 @@ class ModelRunner:
             device=device,
             temporary_bytes=scratch,
         )
+        if fits_context:
+            fitting = min(limits.max_model_len, (self.num_pages - 1) * cache.page_size + 1)
+            self.limits = limits._replace(max_model_len=fitting)
+            self._max_pages = -(-fitting // cache.page_size)
         self._cache = make_cache(self.cache_shape, self.num_pages)
         self.layouts = tuple(self._layout(bucket) for bucket in limits.token_buckets)
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}

@@ -94,17 +94,15 @@ class Scheduler:
         """All unfinished sequences: running ones in order of admission, then waiting ones in order of the queue."""
         return (*self._running, *self._waiting.values())
 
-    def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue and sets its `max_total_tokens`.
-
-        An answer may be cut short by the context, or by a pool that it would fill alone; either ends it with LENGTH.
+    def check_fits(self, num_prompt: int) -> None:
+        """Checks that a prompt of `num_prompt` tokens can ever run.
 
         Raises:
-            InvalidRequestError: the prompt is empty, or the request id is in use.
+            InvalidRequestError: the prompt is empty.
             ContextLengthError: the prompt leaves no room for an answer in the context.
             PoolTooSmallError: the prompt and one token can never fit in the page pool.
         """
-        pool, num_prompt, num_usable = self._pages, sequence.num_prompt_tokens, self._pages.num_usable
+        pool, num_usable = self._pages, self._pages.num_usable
         if num_prompt == 0:
             raise InvalidRequestError("The prompt is empty: give at least one token", param="prompt")
         if num_prompt >= self.max_model_len:
@@ -120,6 +118,17 @@ class Scheduler:
                 f"{num_usable * pool.page_size - 1} tokens or give the pool more memory (--cache.memory)",
                 param="prompt",
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence at the end of the queue and sets its `max_total_tokens`.
+
+        An answer may be cut short by the context, or by a pool that it would fill alone; either ends it with LENGTH.
+
+        Raises:
+            InvalidRequestError: the request id is in use, or the prompt can never run (see `check_fits`).
+        """
+        pool, num_prompt, num_usable = self._pages, sequence.num_prompt_tokens, self._pages.num_usable
+        self.check_fits(num_prompt)
         if any(sequence.request_id == other.request_id for other in self._running) or sequence.request_id in self._waiting:
             raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
         max_tokens = sequence.request.params.max_tokens

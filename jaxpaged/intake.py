@@ -1,0 +1,143 @@
+"""Room 1: a prompt and its parameters become a `Request`, or an error that says what is wrong with them."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxpaged.batch import MAX_BANNED_IDS
+from jaxpaged.errors import ChatTemplateError, InvalidRequestError
+from jaxpaged.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jaxpaged.tokenizer import Tokenizer
+
+type Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+type Messages = Sequence[Mapping[str, Any]]
+
+NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+MAX_EOS_IDS = MAX_BANNED_IDS - MAX_STOP_TOKEN_IDS
+
+
+class Intake:
+    """Checks and completes requests; needs no engine, so any thread may call it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        generation_config: Mapping[str, Any],
+        eos_token_ids: frozenset[int],
+        vocab: int,
+        seed: int,
+    ) -> None:
+        """Prepares for one model.
+
+        Args:
+            tokenizer: the model's.
+            generation_config: sampling values that unset fields take; empty for neutral ones.
+            eos_token_ids: every id that ends an answer.
+            vocab: ids of a prompt lie below it.
+            seed: seeds the requests that bring none.
+        """
+        self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
+        self._vocab = vocab
+        self._seeds = (_mix(seed, index) for index in itertools.count())
+        self._ids = itertools.count()
+        defaults = {name: generation_config[name] for name in NEUTRAL_SAMPLING if generation_config.get(name) is not None}
+        # Checked here, so that a bad file is found at the start and not with the first request.
+        self.default_params = SamplingParams(**(NEUTRAL_SAMPLING | defaults))
+
+    def new_id(self) -> str:
+        """A request id that no other request of this engine has."""
+        return f"req-{next(self._ids)}"
+
+    def request(self, prompt: Prompt, params: SamplingParams | None, *, arrival_s: float, request_id: str | None = None) -> Request:
+        """The request for one prompt.
+
+        Args:
+            prompt: what to continue.
+            params: how; None takes the model's defaults. Unset sampling fields take the model's defaults as well.
+            arrival_s: monotonic time at which it arrived.
+            request_id: a label, unique among unfinished requests; None makes one.
+
+        Raises:
+            InvalidRequestError: a malformed prompt, ids or parameters out of range. (Lengths are checked by `Scheduler.check_fits`.)
+        """
+        text, token_ids = self._token_ids(prompt)
+        params = self._complete(params)
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self._vocab:
+                raise InvalidRequestError(
+                    f"stop_token_ids holds {token_id}, and the model has ids 0 to {self._vocab - 1}", param="stop_token_ids"
+                )
+        # A seeded request depends on its seed alone, and must not shift the stream of the others.
+        seed = next(self._seeds) if params.seed is None or params.seed == -1 else params.seed
+        return Request(
+            request_id=self.new_id() if request_id is None else request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=seed,
+            arrival_s=arrival_s,
+            prompt=text,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
+        """Token ids of a conversation, laid out by the model's chat template.
+
+        Raises:
+            ChatTemplateError: no template, malformed messages, or the template refuses them.
+        """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise ChatTemplateError(f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages")
+        return self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+                prompt = prompt["prompt"]
+            elif keys == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str | Mapping):
+                prompt = prompt["prompt_token_ids"]
+            else:
+                raise InvalidRequestError(
+                    f"A prompt object holds either 'prompt' (a text) or 'prompt_token_ids' (a list), got {sorted(map(str, keys))}", param="prompt"
+                )
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequestError(f"A prompt is a text or a list of token ids, got {type(prompt).__name__}", param="prompt")
+        for token_id in prompt:
+            # Reads beyond the embedding would be clamped or filled in silence on the device.
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab:
+                raise InvalidRequestError(
+                    f"A prompt's token ids are integers from 0 to {self._vocab - 1}, got {str(token_id)[:40]}", param="prompt"
+                )
+        return None, list(prompt)
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
+        return self.tokenizer.encode(text)
+
+    def _complete(self, params: SamplingParams | None) -> SamplingParams:
+        if params is None:
+            return self.default_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params")
+        unset = {name: getattr(self.default_params, name) for name in NEUTRAL_SAMPLING if getattr(params, name) is None}
+        return msgspec.structs.replace(params, **unset) if unset else params
+
+
+def _mix(seed: int, index: int) -> int:
+    """A 63-bit number that differs in every bit from those of neighbouring indices (SplitMix64, Steele et al. 2014)."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,290 @@
+"""The Python API for programs that wait: `LLM.generate` is a loop over `Engine.step`, nothing else."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import msgspec
+
+from jaxpaged.config import Config
+from jaxpaged.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxpagedError
+from jaxpaged.events import Sink
+from jaxpaged.host_limits import prepare_process
+from jaxpaged.intake import Intake, Messages, Prompt
+from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.options import from_kwargs, validate
+from jaxpaged.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.sinks import open_log
+from jaxpaged.startup_progress import open_startup_progress
+from jaxpaged.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model, ready to generate, in this process.
+
+    `LLM("smollm2-135m", max_model_len=2048)`: keyword arguments carry vLLM's names; `config` gives the whole tree instead. Use it as a
+    context manager, or call `close()` to give the memory back. Calls from several threads take turns.
+
+    Args:
+        model: short name, folder, .gguf file, hub id or pypi:package.
+        config: every option at once; excludes keyword arguments.
+        sinks: take every event; None shows the start-up on a terminal and warnings on standard error.
+        kwargs: any of `config.ALIASES` or `section__name`.
+
+    Raises:
+        JaxpagedError: the options, the model or the memory; one sentence.
+    """
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any) -> None:
+        self.config = settle_config(model, config, kwargs)
+        prepare_process(self.config)
+        self._lock = threading.RLock()
+        self._own_sinks: list[Sink] = []
+        if sinks is None:
+            log = self.config.log if config is not None else msgspec.structs.replace(self.config.log, level="warning")
+            self._own_sinks = [sink for sink in (open_log(log), open_startup_progress()) if sink is not None]
+        self._metrics = EngineMetrics()
+        try:
+            # JAX is imported here, after the limits of the process are set.
+            from jaxpaged.start import start_engine
+
+            self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
+        except BaseException:
+            self._close_sinks()
+            raise
+
+    @property
+    def engine(self) -> Any:
+        """The engine behind it, for whoever wants to drive `step` alone."""
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+    ) -> list[RequestOutput]:
+        """Completes prompts and returns their outputs in the same order.
+
+        Args:
+            prompts: one or many: texts, lists of token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
+            sampling_params: one for all or one each; None takes the model's defaults.
+            use_tqdm: show a progress bar on a terminal.
+            on_error: "raise" refuses the whole call when a prompt is bad, before any work; "return" gives an output with
+                `finish_reason` error for it and completes the others.
+
+        Raises:
+            InvalidRequestError: a bad prompt or parameter, by index (also a ValueError).
+            RequestFailedError: never; a request that fails inside the engine has `finish_reason` error.
+            EngineDeadError: the engine stopped.
+        """
+        several = as_prompts(prompts)
+        params = _one_each(sampling_params, len(several))
+        with self._lock:
+            requests, outputs = self._admit(several, params, on_error)
+            self._run(requests, outputs, use_tqdm)
+        return [outputs[index] for index in range(len(several))]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, laid out by the model's chat template. Without parameters an answer runs to the context's end.
+
+        Raises:
+            ChatTemplateError: the model has no template, or it refuses the messages.
+        """
+        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self._intake.chat_prompt(
+                conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+            )
+            for conversation in many
+        ]
+        if sampling_params is None:
+            sampling_params = msgspec.structs.replace(self._intake.default_params, max_tokens=None)
+        return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields what is new as it comes; closing the generator aborts the request.
+
+        Raises:
+            InvalidRequestError: a bad prompt or parameter, at the first `next`.
+        """
+        params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
+        with self._lock:
+            request = self._intake.request(prompt, params, arrival_s=time.monotonic())
+            self._engine.add(request)
+        try:
+            while True:
+                with self._lock:
+                    outputs = [output for output in self._step() if output.request_id == request.request_id]
+                yield from outputs
+                if any(output.finished for output in outputs):
+                    return
+        finally:
+            with self._lock:
+                self._engine.abort(request.request_id)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._intake.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What unset sampling fields take."""
+        return self._intake.default_params
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges so far, by name."""
+        return self._metrics.snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached pages that nobody uses."""
+        with self._lock:
+            self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives weights and page pool back; a second call does nothing."""
+        with self._lock:
+            self._engine.close()
+            self._close_sinks()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _admit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str
+    ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
+        """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
+        checked: list[tuple[int, Request]] = []
+        outputs: dict[int, RequestOutput] = {}
+        now = time.monotonic()
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                own = own or self._intake.default_params
+                request = self._intake.request(prompt, own, arrival_s=now)
+                # Outputs before the last are not looked at, so they are not made.
+                final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
+                request = msgspec.structs.replace(request, params=final)
+                self._engine.scheduler.check_fits(len(request.prompt_token_ids))
+                checked.append((index, request))
+            except InvalidRequestError as error:
+                if on_error == "raise":
+                    at = f"prompt {index}: " if len(prompts) > 1 else ""
+                    raise type(error)(at + error.message, param=error.param) from error
+                outputs[index] = failed_output(self._intake.new_id(), prompt, error, now)
+        for _, request in checked:
+            self._engine.add(request)
+        return {request.request_id: index for index, request in checked}, outputs
+
+    def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool) -> None:
+        bar = _progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
+        waiting = dict(requests)
+        num_tokens, begun = 0, time.monotonic()
+        try:
+            while waiting:
+                for output in self._step():
+                    if (index := waiting.pop(output.request_id, None)) is None:
+                        continue
+                    outputs[index] = output
+                    num_tokens += len(output.outputs[0].token_ids)
+                    if bar is not None:
+                        bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
+        finally:
+            for request_id in waiting:
+                self._engine.abort(request_id)
+            if bar is not None:
+                bar(None, 0.0)
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self._engine.step()
+        except EngineDeadError:
+            self._engine.drain_failed()
+            raise
+
+    def _close_sinks(self) -> None:
+        for sink in self._own_sinks:
+            sink.close()
+
+
+def settle_config(model: str | None, config: Config | None, kwargs: Mapping[str, Any]) -> Config:
+    """The tree from either a whole one or keyword arguments, checked. Raises ConfigError."""
+    if config is None:
+        return from_kwargs(**({} if model is None else {"model": model}), **kwargs)
+    if model is not None or kwargs:
+        raise ConfigError("give either config or keyword arguments, not both")
+    validate(config)
+    return config
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidRequestError(f"prompts must be a text, token ids or a list of them, got {type(prompts).__name__}", param="prompt")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def failed_output(request_id: str, prompt: Prompt, error: JaxpagedError, arrival_s: float) -> RequestOutput:
+    """The output of a request that was refused."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(finish_reason=FinishReason.ERROR)],
+        finished=True,
+        metrics=RequestMetrics(arrival_s=arrival_s),
+        error=error.message,
+    )
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one each", param="sampling_params")
+    return list(params)
+
+
+def _progress_bar(total: int) -> Any:
+    """A function (done or None to finish, tokens per second) that draws on a terminal; None without one."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.1f} tokens/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    task = progress.add_task("generate", total=total, rate=0.0)
+    progress.start()
+
+    def draw(done: int | None, rate: float) -> None:
+        if done is None:
+            progress.stop()
+        else:
+            progress.update(task, completed=done, rate=rate)
+
+    return draw

@@ -1,0 +1,81 @@
+"""Weights from a checkpoint onto the device, tensor by tensor."""
+
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from jaxpaged.config import ModelConfig
+from jaxpaged.errors import ConfigError
+from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype, open_checkpoint
+from jaxpaged.loading.fill import fill
+from jaxpaged.loading.model_config import eos_token_ids
+from jaxpaged.loading.sources import ModelFiles
+from jaxpaged.model_runner import LoadedModel
+from jaxpaged.models import find_family, make_config
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "half": np.dtype(np.float16),
+}
+
+
+class ModelTexts(NamedTuple):
+    """What a checkpoint says besides its weights."""
+
+    generation_config: dict[str, Any]
+    eos_token_ids: tuple[int, ...]
+
+
+def choose_dtype(wanted: str, native: NativeDtype, *, is_gpu: bool) -> np.dtype:
+    """The type of weights and activations.
+
+    Args:
+        wanted: `model.dtype`.
+        native: the checkpoint's; "gguf" is a mixture.
+        is_gpu: on GPU "auto" follows the checkpoint (bfloat16 for GGUF); on CPU it is bfloat16 for bfloat16 files, else float32.
+    """
+    if wanted != "auto":
+        return DTYPES[wanted]
+    if is_gpu:
+        return DTYPES["bfloat16" if native == "gguf" else native]
+    return DTYPES["bfloat16" if native == "bfloat16" else "float32"]
+
+
+def load_model(config: ModelConfig, files: ModelFiles, *, is_gpu: bool) -> tuple[LoadedModel, ModelTexts]:
+    """Reads the checkpoint and puts its weights on the device.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, cut, malformed or of the wrong shape; all such tensors at once.
+        UnsupportedModelError: an architecture or variant that we do not run.
+        ConfigError: `load_format` does not fit the files.
+    """
+    is_gguf = files.kind == "gguf"
+    if config.load_format not in ("auto", "gguf" if is_gguf else "safetensors"):
+        raise ConfigError(
+            f"load_format {config.load_format} does not fit {files.name}, which is {'a GGUF file' if is_gguf else 'a safetensors folder'}",
+            param="model.load_format",
+        )
+    with open_checkpoint(files) as checkpoint:
+        family = find_family(checkpoint.hf_config)
+        dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
+        model_config = make_config(family, checkpoint.hf_config, dtype)
+        loaded = _load(checkpoint, family, model_config)
+        texts = ModelTexts(checkpoint.generation_config, eos_token_ids(checkpoint.hf_config, checkpoint.generation_config))
+    return loaded, texts
+
+
+def _load(checkpoint: Checkpoint, family: Any, model_config: Any) -> LoadedModel:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.Model(model_config)))
+    leaves, treedef = jax.tree.flatten(state)
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    expected = dict(zip(paths, leaves, strict=True))
+    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes)
+    # On CPU the aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
+    params = tuple(jax.device_put(filled.pop(path), may_alias=True) for path in paths)
+    return LoadedModel(family, model_config, graphdef, treedef, params)

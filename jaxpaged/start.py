@@ -1,0 +1,115 @@
+"""Starting an engine from the options: resolve, load, pool, compile, ready; each phase is an event."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxpaged import events
+from jaxpaged.config import Config
+from jaxpaged.engine import Clocks, Engine
+from jaxpaged.errors import ConfigError
+from jaxpaged.host_limits import available_cpus
+from jaxpaged.intake import MAX_EOS_IDS, Intake
+from jaxpaged.loading.cache_folder import cache_home
+from jaxpaged.loading.sources import resolve
+from jaxpaged.model_loader import load_model
+from jaxpaged.model_runner import ModelRunner
+from jaxpaged.programs import Compiled, use_persistent_cache
+from jaxpaged.settings import decide_limits
+from jaxpaged.sinks import FanOut
+from jaxpaged.tokenizer import Tokenizer
+
+
+class Started(NamedTuple):
+    """A ready engine and its door."""
+
+    engine: Engine
+    intake: Intake
+
+
+def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
+    """Does everything up to "ready"; nothing is left behind when it fails.
+
+    Raises:
+        JaxpagedError: what is wrong with the options, the model or the memory, in one sentence.
+    """
+    begun = time.monotonic()
+    emit = FanOut(sinks)
+    clocks = Clocks()
+
+    def phase(name: str, message: str, done: int = 0, total: int = 0) -> None:
+        emit(events.PhaseChanged(time_s=clocks.wall(), phase=name, message=message, done=done, total=total))
+
+    emit(events.HealthChanged(time_s=clocks.wall(), state="starting"))
+    phase("resolve", f"finding {config.model.model}")
+    files = resolve(config.model)
+    is_gpu = jax.default_backend() == "gpu"
+    use_persistent_cache(_compile_cache_folder(config))
+    phase("load", f"loading {files.name}")
+    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template)
+    model, texts = load_model(config.model, files, is_gpu=is_gpu)
+    limits = decide_limits(config, is_gpu=is_gpu, model_max_len=model.config.max_positions)
+    num_programs = len(limits.token_buckets)
+    num_from_cache = num_done = 0
+
+    def on_compiled(program: Compiled) -> None:
+        nonlocal num_from_cache, num_done
+        num_done += 1
+        num_from_cache += program.from_cache
+        emit(
+            events.ProgramCompiled(
+                time_s=clocks.wall(), bucket_tokens=program.layout.num_tokens, seconds=program.seconds, from_cache=program.from_cache
+            )
+        )
+        phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
+
+    phase("pool", "allocating the page pool")
+    runner = ModelRunner(
+        model,
+        limits=limits,
+        cache=config.cache,
+        num_ids=min(tokenizer.vocab_size, model.config.vocab),
+        max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
+        fits_context=config.model.max_model_len == "auto",
+        on_compiled=on_compiled,
+        before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
+    )
+    eos_token_ids = frozenset(texts.eos_token_ids or tokenizer.eos_token_ids)
+    if len(eos_token_ids) > MAX_EOS_IDS:
+        raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    intake = Intake(
+        tokenizer,
+        generation_config=texts.generation_config if config.model.generation_config == "auto" else {},
+        eos_token_ids=eos_token_ids,
+        vocab=model.config.vocab,
+        seed=config.model.seed,
+    )
+    engine = Engine(runner, tokenizer, enable_prefix_caching=config.cache.enable_prefix_caching, sink=emit, clocks=clocks)
+    emit(
+        events.EngineStarted(
+            time_s=clocks.wall(),
+            model=files.name,
+            dtype=str(model.config.dtype),
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            pool_bytes=runner.pool_bytes,
+            weight_bytes=model.weight_bytes,
+            max_model_len=runner.limits.max_model_len,
+            max_num_seqs=runner.limits.max_num_seqs,
+            max_num_batched_tokens=runner.limits.max_num_batched_tokens,
+            seconds=time.monotonic() - begun,
+            num_programs=num_programs,
+        )
+    )
+    emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
+    return Started(engine, intake)
+
+
+def _compile_cache_folder(config: Config) -> Path | None:
+    wanted = config.compilation.cache_dir
+    if wanted is None:
+        return cache_home() / "programs"
+    return Path(wanted).expanduser() if wanted else None
