@@ -54,7 +54,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     max_model_len: Annotated[
         int | Literal["auto"] | None,
-        _doc("tokens of prompt and answer together; none: the model's own; auto: the largest that fits the page pool"),
+        _doc("tokens of prompt and answer together; none: the model's own; auto: the largest that fits the page pool", ge=1),
     ] = None
     load_format: Annotated[Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone")] = "auto"
     quantization: Annotated[str | None, _doc("weight quantization; none so far, anything else is refused")] = None

@@ -134,16 +134,16 @@ def parse_size(text: str, *, is_bytes: bool = False) -> int:
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
-        raise ValueError(text)
+        raise ValueError(f"not a count: {shorten(text)!r}")
     number, suffix = match[1].replace("_", ""), match[2]
     factor = 1 if not suffix else _SUFFIXES.get(suffix) or (_BYTE_SUFFIXES.get(suffix.lower()) if is_bytes else None)
     if factor is None:
-        raise ValueError(text)
+        raise ValueError(f"not a count: {shorten(text)!r}")
     whole, _, fraction = number.partition(".")
     scaled, rest = divmod(int(whole + fraction) * factor, 10 ** len(fraction))
     # A count of tokens is exact or it is a mistake; a size of bytes like 0.3GB may round down.
     if rest and not is_bytes:
-        raise ValueError(text)
+        raise ValueError(f"not a count: {shorten(text)!r}")
     return scaled
 
 
@@ -241,12 +241,18 @@ def shorten(text: str, limit: int = 80) -> str:
 def to_yaml_value(value: Any, option: OptionType, *, redact: bool) -> str:
     """One value as YAML on one line; secrets that are set become `<hidden>` if `redact`."""
     if option.is_secret and redact and value:
-        return json.dumps([REDACTED] if option.item else REDACTED)
-    if value is None or isinstance(value, bool | int | float):
-        return json.dumps(value)
+        return f"[{_quoted(REDACTED)}]" if option.item else _quoted(REDACTED)
     if isinstance(value, str):
-        return value if _is_plain(value) else json.dumps(value, ensure_ascii=False)
-    return json.dumps(list(value), ensure_ascii=False)
+        return value if _is_plain(value) else _quoted(value)
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_quoted(item) if isinstance(item, str) else json.dumps(item) for item in value) + "]"
+    return json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """A double-quoted YAML scalar, all that is not printable escaped."""
+    escaped = (c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08X}" for c in text)
+    return '"' + "".join(escaped).replace("\\U00000022", '\\"').replace("\\U0000005C", "\\\\").replace("\\U0000000A", "\\n") + '"'
 
 
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./-]*", re.ASCII)

@@ -323,4 +323,4 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of options; got {shorten(json.dumps(tree, default=str))}")
-    return tree
+    return {str(key): value for key, value in tree.items()}
