@@ -24,7 +24,7 @@ _MAX_JSON_BYTES = 16 * 2**20
 _MAX_COLONS = 2**17
 _MAX_COMMAS = 2**18
 
-_Offset = Annotated[int, msgspec.Meta(ge=0)]
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Entry(msgspec.Struct, frozen=True):

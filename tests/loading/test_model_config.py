@@ -1,0 +1,199 @@
+"""config.json and generation_config.json: end tokens (O-51), rope base (O-52), defaults, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.model_config import eos_token_ids, read_folder_config, read_generation_config
+from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
+from tests.tiny_model import write_tiny_llama
+
+
+def _settled(folder: Path, **options: Any) -> dict[str, Any]:
+    write_tiny_llama(folder, has_tokenizer=False, **options)
+    return read_folder_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation_config", "ids"),
+    [
+        (2, None, (2,)),
+        ([2, 7], None, (2, 7)),
+        (None, [0, 2], (0, 2)),
+        (None, 2, (2,)),
+        (2, [0, 2], (2, 0)),
+        (0, 0, (0,)),
+        (None, None, ()),
+    ],
+)
+def test_end_tokens_of_both_files_count(tmp_path: Path, in_config: Any, in_generation_config: Any, ids: tuple[int, ...]) -> None:
+    write_tiny_llama(tmp_path, eos_token_id=in_config, generation_eos=in_generation_config, has_tokenizer=False)
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        assert eos_token_ids(checkpoint.hf_config, checkpoint.generation_config) == ids
+
+
+@pytest.mark.parametrize("value", ["2", [2, "3"], -1, 2.5, True, {"id": 2}, [[2]]])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id should be a token id"):
+        _settled(tmp_path, config={"eos_token_id": value})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id should be a token id"):
+        read_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize(("style", "theta"), [("old", 100_000.0), ("new", 100_000.0), ("both", 100_000.0), ("neither", 10_000.0)])
+def test_rope_theta_is_found_in_both_places(tmp_path: Path, style: Any, theta: float) -> None:
+    config = _settled(tmp_path, theta=100_000.0, rope_style=style)
+    assert config["rope_theta"] == theta
+    assert config["rope_scaling"] is None
+    assert "rope_parameters" not in config
+
+
+@pytest.mark.parametrize("style", ["old", "new", "both"])
+@pytest.mark.parametrize("word", ["rope_type", "type"])
+def test_a_rope_type_is_found_in_both_places_and_by_both_words(tmp_path: Path, style: Any, word: str) -> None:
+    options: dict[str, Any] = {"rope_style": style, "theta": 50_000.0, "rope_scaling": {word: "linear", "factor": 4.0}}
+    if style != "old" and word == "type":  # the maker writes rope_type: default in the new style
+        options["config"] = {"rope_parameters": {"type": "linear", "factor": 4.0, "rope_theta": 50_000.0}}
+    config = _settled(tmp_path, **options)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert config["rope_theta"] == 50_000.0
+
+
+def test_filled_rope_scaling_goes_before_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 7.0}
+    config = _settled(
+        tmp_path, config={"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": parameters, "rope_theta": 9_000}
+    )
+    assert config["rope_theta"] == 9_000.0
+    assert config["rope_scaling"]["rope_type"] == "linear"
+    config = _settled(tmp_path, config={"rope_scaling": {}, "rope_parameters": parameters, "rope_theta": 9_000})
+    assert config["rope_theta"] == 7.0
+
+
+def test_a_rope_type_nobody_knows_stays_to_be_refused_by_the_model(tmp_path: Path) -> None:
+    assert _settled(tmp_path, rope_scaling={"rope_type": "spiral"})["rope_scaling"] == {"rope_type": "spiral"}
+
+
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "rope_parameters"])
+def test_heads_rotated_in_part_are_refused_by_name(tmp_path: Path, key: str) -> None:
+    value = 0.5 if key == "partial_rotary_factor" else {"partial_rotary_factor": 0.5}
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor 0\.5"):
+        _settled(tmp_path, config={key: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"rope_theta": "big"}, "rope_theta should be a positive number"),
+        ({"rope_theta": -1}, "rope_theta should be a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta should be a positive number"),
+        ({"rope_scaling": [1]}, "should be an object, not a list"),
+        ({"rope_scaling": {"rope_type": 3}}, "rope_type should be a name"),
+        ({"hidden_size": "64"}, "hidden_size should be a positive integer"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers should be a positive integer"),
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers 1073741824 is above"),
+        ({"num_attention_heads": True}, "num_attention_heads should be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "hidden_size 64 is not a multiple"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps should be"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings should be true or false"),
+        ({"max_position_embeddings": -4}, "max_position_embeddings should be a positive integer"),
+        ({"hidden_act": ["silu"]}, "hidden_act should be a name"),
+        ({"architectures": "LlamaForCausalLM"}, "'architectures' should be a list"),
+        ({"architectures": None, "model_type": None}, "names no architecture"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(tmp_path: Path, config: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(CheckpointError, match=complaint) as refusal:
+        _settled(tmp_path, config=config)
+    assert "config.json" in refusal.value.message
+
+
+def test_all_faults_are_reported_together(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        _settled(tmp_path, config={"hidden_size": None, "vocab_size": -1, "rms_norm_eps": "x", "rope_theta": 0})
+    for word in ("hidden_size", "vocab_size", "rms_norm_eps", "rope_theta"):
+        assert word in refusal.value.message
+
+
+def test_left_out_keys_take_the_defaults_of_transformers(tmp_path: Path) -> None:
+    left_out = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias")
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    config = _settled(tmp_path, tie=None, rope_style="neither", config=dict.fromkeys(left_out) | ids | {"architectures": None})
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["num_key_value_heads"] == 4
+    assert config["head_dim"] == 16
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["max_position_embeddings"] == 2048
+    assert config["hidden_act"] == "silu"
+    assert config["rope_theta"] == 10_000.0
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        assert config[key] is False
+    for key in ids:
+        assert config[key] is None
+
+
+def test_another_architecture_passes_as_it_is_to_be_refused_by_the_registry(tmp_path: Path) -> None:
+    config = _settled(tmp_path, config={"architectures": ["GPT2LMHeadModel"], "hidden_size": None, "model_type": "gpt2"})
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_quantized_weights_are_refused_by_name(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="awq"):
+        _settled(tmp_path, config={key: {"quant_method": "awq", "bits": 4}})
+
+
+def test_code_of_the_folder_is_never_imported(tmp_path: Path) -> None:
+    trace = tmp_path / "was_here"
+    code = f"open({str(trace)!r}, 'w').close()\n"
+    for name in ("configuration_evil.py", "modeling_evil.py"):
+        (tmp_path / name).write_text(code)
+    auto_map = {"AutoConfig": "configuration_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilModel"}
+    write_tiny_llama(tmp_path, config={"auto_map": auto_map, "trust_remote_code": True})
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        for name in checkpoint.names():
+            checkpoint.read(name)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1, 2]", "JSON object, not a list"),
+        (b"null", "JSON object, not null"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"1" * 10_000 + b"}", "not valid JSON"),
+        (b" " * (2**20 + 1), "larger than"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_that_are_no_json_objects_are_refused(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    write_tiny_llama(tmp_path, has_tokenizer=False)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=complaint) as refusal:
+        SafetensorsCheckpoint(tmp_path)
+    assert name in refusal.value.message
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        read_folder_config(tmp_path)
+    (tmp_path / "config.json").symlink_to("nowhere.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is a symbolic link to nowhere"):
+        read_folder_config(tmp_path)
+
+
+def test_generation_config_is_passed_on(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path, generation_config={"temperature": 0.6, "top_p": 0.9}, has_tokenizer=False)
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        assert checkpoint.generation_config == {"temperature": 0.6, "top_p": 0.9}
