@@ -1,0 +1,226 @@
+"""Turns a conversation into the text the model was trained on, by the Jinja template that came with it.
+
+Templates come from strangers, so they run in Jinja's immutable sandbox, see plain data only and cannot reach Python's objects.
+What they may use is what Hugging Face's transformers offers them: `raise_exception`, `strftime_now`, `tojson` without HTML
+escapes, `break` and `continue`, `{% generation %}` blocks, and the variables `messages`, `tools`, `documents`,
+`add_generation_prompt`, `bos_token`, `eos_token`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from jaxpaged.errors import ChatTemplateError
+
+_RESERVED: Final = ("messages", "add_generation_prompt", "bos_token", "eos_token")
+# Marks where the message to be continued ends. A template that trims its messages cannot trim what comes before the mark.
+_CONTINUE_HERE: Final = "\U000fff00CONTINUE_HERE\U000fff01"
+
+
+class ChatTemplate:
+    """A template, compiled once; `render` may be called from several threads."""
+
+    def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        """Compiles the template. Raises ChatTemplateError when its syntax is wrong."""
+        self.source: Final = source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ChatTemplateError(f"the chat template cannot be compiled: {error}", param="chat_template") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text.
+
+        Args:
+            messages: see `check_messages`.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: end with the last message's content, as given and without an end of turn, to be continued.
+            variables: what else the template sees (`tools`, `documents`, switches of its own); plain data.
+
+        Raises:
+            ChatTemplateError: the messages are malformed, the template refuses them (its own sentence is passed on) or fails on
+                them, both flags are set, or a variable would hide one of the template's own.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ChatTemplateError("add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message")
+        for name in _RESERVED:
+            if name in variables:
+                raise ChatTemplateError(f"{name} cannot be set as a variable of the chat template", param="chat_template_kwargs")
+        conversation = check_messages(messages)
+        if continue_final_message:
+            if "content" not in conversation[-1]:
+                raise ChatTemplateError("there is no content to continue in the last message", param="messages")
+            conversation[-1]["content"] += _CONTINUE_HERE
+        # None tells a template that there is nothing, as a variable that is not set would, but some only ask for None.
+        given = {"tools": None, "documents": None, **self._tokens, **variables}
+        text = self._run(conversation, add_generation_prompt, {name: _plain(value) for name, value in given.items()})
+        if not continue_final_message:
+            return text
+        head, mark, _ = text.rpartition(_CONTINUE_HERE)
+        if not mark:
+            raise ChatTemplateError("the chat template does not show the last message, so it cannot be continued", param="messages")
+        return head
+
+    def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        is_set = {name: value for name, value in variables.items() if value is not None or name not in self._tokens}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **is_set)
+        except _Refusal as refusal:
+            raise ChatTemplateError(str(refusal), param="messages") from refusal
+        except Exception as error:  # a template can raise anything its expressions can
+            raise ChatTemplateError(f"the chat template cannot show these messages: {error}", param="messages") from error
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies a conversation as plain data with every content a string.
+
+    A message is a mapping with a `role` and a `content`; other keys are passed on to the template. A content that is a list of
+    text parts (`{"type": "text", "text": ...}` or plain strings) becomes their texts joined by a newline, as vLLM does; an empty
+    list is an empty text. A content of None counts as absent, and may be absent only beside `tool_calls`.
+
+    Raises:
+        ChatTemplateError: naming the message, counted from 0, and what is wrong with it.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ChatTemplateError("messages must be a list of at least one message", param="messages")
+    return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: Any) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise ChatTemplateError(f"{where} must be an object with role and content, got {_kind(message)}", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ChatTemplateError(f"{where} has no role", param=f"{where}.role")
+    # transformers drops null values too: templates test for keys and would print "None".
+    copied: dict[str, Any] = {key: _plain(value) for key, value in message.items() if value is not None and key != "content"}
+    content = message.get("content")
+    if content is not None:
+        copied["content"] = _content_text(content, f"{where}.content")
+    elif not copied.get("tool_calls"):
+        raise ChatTemplateError(f"{where} (role {role!r}) has no content", param=f"{where}.content")
+    return copied
+
+
+def _content_text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return str(content)
+    if not isinstance(content, list | tuple):
+        raise ChatTemplateError(f"{where} must be a string or a list of text parts, got {_kind(content)}", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = repr(part.get("type")) if isinstance(part, Mapping) else _kind(part)
+            raise ChatTemplateError(
+                f"{where}[{index}] is a part of type {kind}; this model takes text parts only", param=f"{where}[{index}]"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON's types alone, so that a template meets no methods but theirs."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise ChatTemplateError(f"a chat template takes strings, numbers, lists and objects only, got {_kind(value)}", param="messages")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+class _Refusal(TemplateError):
+    """The template called `raise_exception`."""
+
+
+def _raise_exception(message: Any) -> None:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _TemplateDict:
+    """`dict(...)` for templates, without the attributes of the class."""
+
+    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*args, **items)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace(...)` for templates: names beginning with an underscore lead to Python's internals and are refused."""
+
+    def __init__(*args: Any, **attributes: Any) -> None:
+        # Jinja's own signature, so that a template may call an attribute `self`.
+        self, *rest = args
+        items = dict(*rest, **attributes)
+        for name in items:
+            _refuse_internal(name)
+        Namespace.__init__(self, items)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_internal(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _refuse_internal(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template must not use the name {name!r}")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what a model was trained to write; here it is just its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_TemplateDict(), namespace=_TemplateNamespace
+    )
+    return environment

@@ -1,0 +1,161 @@
+"""Text to token ids and back, for one model."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import tokenizers
+
+from jaxpaged.chat_template import ChatTemplate
+from jaxpaged.control_tokens import ControlTokens
+from jaxpaged.errors import ChatTemplateError, InvalidRequestError
+from jaxpaged.token_bytes import TokenBytes
+from jaxpaged.tokenizer_files import StoredTokenizer, load_folder
+
+if TYPE_CHECKING:
+    from jaxpaged.loading.sources import ModelFiles
+
+
+class Tokenizer:
+    """The vocabulary, the chat template and the special tokens of one model. May be used from several threads.
+
+    Attributes:
+        vocab_size: every id of the vocabulary is below it; ids at or above it decode to nothing.
+        bos_token_id: the begin token, None if the model has none.
+        eos_token_ids: the tokenizer's own end tokens; a model's generation config may name more.
+        special_ids: control tokens, which are left out of text unless asked for.
+        token_bytes: id -> bytes of one token, without decoding the whole.
+        chat_template: None if the model came without one.
+    """
+
+    def __init__(self, stored: StoredTokenizer, *, chat_template: str | None = None) -> None:
+        """Wraps a tokenizer that was read; `chat_template`, a template's text, replaces the model's own.
+
+        Raises:
+            UnsupportedModelError: its decoder is of an unknown kind.
+            ChatTemplateError: the template's syntax is wrong.
+        """
+        self._backend = stored.backend
+        added = self._backend.get_added_tokens_decoder()
+        self.bos_token_id: Final = stored.bos_token_id
+        self.eos_token_ids: Final = stored.eos_token_ids
+        named = {index for index in (stored.bos_token_id, *stored.eos_token_ids) if index is not None}
+        self.special_ids: Final = frozenset(named | {index for index, token in added.items() if token.special})
+        self.token_bytes: Final = TokenBytes(self._backend, {index: token.content for index, token in added.items()})
+        self.vocab_size: Final = max(self._backend.get_vocab().values(), default=-1) + 1
+        source = stored.chat_template if chat_template is None else chat_template
+        self.chat_template: Final = None if source is None else ChatTemplate(source, self._spelling(0), self._spelling(1))
+
+    @classmethod
+    def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None) -> "Tokenizer":
+        """The tokenizer of a model that `loading.sources.resolve` found.
+
+        Raises:
+            CheckpointError: a file is missing or malformed.
+            UnsupportedModelError: a kind of tokenizer that we do not know.
+            ChatTemplateError: the template's syntax is wrong.
+        """
+        path = files.path if files.tokenizer_path is None else files.tokenizer_path
+        if path.is_dir():
+            return cls.from_folder(path, chat_template=chat_template)
+        if path.name == "tokenizer.json":
+            return cls.from_folder(path.parent, chat_template=chat_template)
+        return cls.from_gguf(path, files.cache_path, chat_template=chat_template)
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, chat_template: str | None = None) -> "Tokenizer":
+        """The tokenizer of a Hugging Face folder; errors as `from_files`."""
+        return cls(load_folder(folder), chat_template=chat_template)
+
+    @classmethod
+    def from_gguf(cls, path: Path, cache_folder: Path, *, chat_template: str | None = None) -> "Tokenizer":
+        """The tokenizer in a GGUF file, its conversion kept in `cache_folder`; errors as `from_files`."""
+        from jaxpaged.gguf_tokenizer import load_gguf  # late: reading GGUF takes numpy
+
+        return cls(load_gguf(path, cache_folder), chat_template=chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of one text; control tokens spelled in it count as such. Other threads run meanwhile.
+
+        Args:
+            text: what to encode.
+            add_special_tokens: add a begin (or end) token where the tokenizer's own rule says so.
+
+        Raises:
+            InvalidRequestError: the text holds half of a surrogate pair.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, for several texts at once."""
+        return _encode(self._backend, texts, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids as a text of its own, not as the continuation of another (see `detokenizer`); broken UTF-8 becomes U+FFFD."""
+        hidden = self.special_ids if skip_special_tokens else ()
+        text = self.token_bytes.join(token_ids, hidden).decode("utf-8", "replace")
+        for _ in range(self.token_bytes.rule.leading_spaces):
+            text = text.removeprefix(" ")
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, control tokens shown; a part of a character shows as U+FFFD."""
+        return self.token_bytes[token_id].decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of a conversation.
+
+        The template alone decides about the begin token, since it writes it where the model was trained with one. Control tokens
+        that a message spells are text.
+
+        Raises:
+            ChatTemplateError: there is no template, or as `ChatTemplate.render`.
+        """
+        if self.chat_template is None:
+            raise ChatTemplateError("the model has no chat template: use plain prompts, or pass --chat-template FILE", param="messages")
+        marked = self._control_tokens.mark(messages) if isinstance(messages, list | tuple) else None
+        rendered = self.chat_template.render(
+            messages if marked is None else marked.messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        if marked is None:
+            return self.encode(rendered, add_special_tokens=False)
+        pieces = self._control_tokens.cut(rendered, marked.mark)
+        encoded = iter(_encode(self._plain_backend, [piece for piece in pieces if isinstance(piece, str)], False))
+        return [index for piece in pieces for index in (next(encoded) if isinstance(piece, str) else [piece])]
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        added = self._backend.get_added_tokens_decoder()
+        return ControlTokens({token.content: index for index, token in added.items() if index in self.special_ids})
+
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        # A copy, because the switch is a property of the whole tokenizer; made when a message first spells a control token.
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    def _spelling(self, which: int) -> str | None:
+        index = (self.bos_token_id, next(iter(self.eos_token_ids), None))[which]
+        return None if index is None else self._backend.id_to_token(index)
+
+
+def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    try:
+        # Never `encode`: it holds the interpreter lock, 2-5 s for 4 MB, and `encode_batch` does not.
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+    except (TypeError, UnicodeEncodeError) as error:
+        if not all(isinstance(text, str) for text in texts):
+            raise
+        raise InvalidRequestError("the text is not valid Unicode: it holds half of a surrogate pair", param="prompt") from error

@@ -1,0 +1,122 @@
+"""Reads a tokenizer from a Hugging Face folder: `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer, processors
+
+from jaxpaged.errors import CheckpointError
+
+
+class StoredTokenizer(NamedTuple):
+    """A tokenizer and the facts beside it. `bos_token_id` is None and `eos_token_ids` empty where the model has none."""
+
+    backend: Tokenizer
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def load_folder(folder: Path) -> StoredTokenizer:
+    """The tokenizer in `folder`.
+
+    Where `tokenizer_config.json` says `add_bos_token` or `add_eos_token`, that wins over `tokenizer.json`, as in transformers.
+
+    Raises:
+        CheckpointError: a file is missing or malformed; the message names it.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; let transformers write one (AutoTokenizer.from_pretrained(...).save_pretrained(...)) "
+            "or pass --tokenizer FOLDER"
+        )
+    backend = parse_tokenizer(path.read_bytes(), path)
+    config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    _add_missing_tokens(backend, config)
+    bos_token, eos_token = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    bos = None if bos_token is None else backend.token_to_id(bos_token)
+    eos = None if eos_token is None else backend.token_to_id(eos_token)
+    adds_bos, adds_eos = config.get("add_bos_token"), config.get("add_eos_token")
+    if adds_bos is not None or adds_eos is not None:
+        set_bos_eos(backend, bos if adds_bos else None, eos if adds_eos else None)
+    return StoredTokenizer(backend, bos, () if eos is None else (eos,), _chat_template(folder, config))
+
+
+def parse_tokenizer(content: bytes, path: Path) -> Tokenizer:
+    """A tokenizer from the content of the `tokenizer.json` at `path`. Raises CheckpointError when it is malformed."""
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} is no tokenizer that can be read: {error}") from error
+    # Files saved after training may cut or pad every text to a fixed length.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def set_bos_eos(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+    """Makes `encode(add_special_tokens=True)` put these ids first and last; None puts none."""
+    # The names inside the template are ours: a token's own text may hold the template's separators.
+    pieces, special = ["$A:0"], []
+    if bos_id is not None:
+        pieces.insert(0, "bos:0")
+        special.append({"id": "bos", "ids": [bos_id], "tokens": [tokenizer.id_to_token(bos_id)]})
+    if eos_id is not None:
+        pieces.append("eos:0")
+        special.append({"id": "eos", "ids": [eos_id], "tokens": [tokenizer.id_to_token(eos_id)]})
+    pair = [piece.replace("$A", "$B").replace(":0", ":1") for piece in pieces]
+    tokenizer.post_processor = processors.TemplateProcessing(single=pieces, pair=[*pieces, *pair], special_tokens=special)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} should hold a JSON object")
+    return content
+
+
+def _token_text(entry: Any) -> str | None:
+    text = entry.get("content") if isinstance(entry, Mapping) else entry
+    return text if isinstance(text, str) else None
+
+
+def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any]) -> None:
+    # Fine-tuned models sometimes list a new token in tokenizer_config.json alone.
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, Mapping):
+        return
+    known = backend.get_added_tokens_decoder()
+    flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
+    for index, entry in sorted((int(index), entry) for index, entry in listed.items() if index.isdecimal() and isinstance(entry, Mapping)):
+        text = _token_text(entry)
+        if not text or index in known:
+            continue
+        if backend.token_to_id(text) not in (index, None):
+            raise CheckpointError(f"tokenizer_config.json gives {text!r} the id {index}, tokenizer.json {backend.token_to_id(text)}")
+        backend.add_tokens([AddedToken(text, **{flag: bool(entry[flag]) for flag in flags if flag in entry})])
+        if backend.token_to_id(text) != index:
+            raise CheckpointError(f"tokenizer_config.json gives {text!r} the id {index}, which tokenizer.json leaves no room for")
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        # Several templates by name; the others are for tools and retrieval.
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
