@@ -14,7 +14,7 @@ from jaxpaged.page_manager import PageManager
 Prefix = tuple[str | None, tuple[int, ...]]
 """A salt and all tokens up to the end of a page: what a shared page must agree in."""
 
-ALPHABET = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class PageMachine(RuleBasedStateMachine):
 
     # Rules
 
-    @rule(tokens=ALPHABET, salt=st.sampled_from([None, None, "a", "b"]))
+    @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a", "b"]))
     def start(self, tokens: list[int], salt: str | None) -> None:
         table = Table(salt, tokens)
         self.match(table)
@@ -171,13 +171,14 @@ class PageMachine(RuleBasedStateMachine):
     def end(self, index: int) -> None:
         self.release(self.tables.pop(index % len(self.tables)))
 
-    @rule(num_pages=st.integers(0, 12))
-    def evict(self, num_pages: int) -> None:
-        pages = self.allocate(num_pages)
-        if pages is not None:
-            self.manager.release(pages)
-            self.model_release(pages)
+    @rule(num_recycled=st.integers(0, 11))
+    def evict(self, num_recycled: int) -> None:
+        pages = self.allocate(len(self.free) + num_recycled % (len(self.idle) + 1))
+        assert pages is not None
+        self.manager.release(pages)
+        self.model_release(pages)
 
+    @precondition(lambda self: any(table.pages for table in self.tables))
     @rule()
     def flush(self) -> None:
         self.manager.reset_prefix_cache()
@@ -193,6 +194,15 @@ class PageMachine(RuleBasedStateMachine):
     @rule()
     def allocate_too_much(self) -> None:
         assert self.allocate(len(self.free) + len(self.idle) + 1) is None
+
+    @precondition(lambda self: len(self.tables) > 3)
+    @rule()
+    def everything_ends(self) -> None:
+        while self.tables:
+            self.end(0)
+            self.books_agree()
+        self.flush()
+        assert self.manager.num_free == self.manager.num_usable  # 12
 
     # After every rule
 
@@ -215,13 +225,3 @@ class PageMachine(RuleBasedStateMachine):
             for position in range(table.num_computed):
                 stored = self.stored[table.pages[position // self.size], position % self.size]
                 assert stored == (table.salt, tuple(table.tokens[: position + 1]))  # 5, 7
-
-    def teardown(self) -> None:
-        if not hasattr(self, "manager"):
-            return
-        while self.tables:
-            self.end(0)
-            self.books_agree()
-        self.flush()
-        assert self.manager.num_free == self.manager.num_usable  # 12
-        self.manager.check([])

@@ -7,7 +7,7 @@ fraction of what the real tests run.
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from jaxpaged import page_manager, prefix_index
@@ -156,14 +156,19 @@ PAGE_BUGS: list[Plant] = [
 ]
 
 
+# Any seed finds every bug within 300 lives; this one does within 10.
+@seed(3)
+class SeededMachine(PageMachine):
+    """The machine with the same lives in every run."""
+
+
 def run_machine() -> None:
     run_state_machine_as_test(
-        PageMachine,
+        SeededMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=300,
             stateful_step_count=50,
             deadline=None,
-            derandomize=True,
             database=None,
             phases=[Phase.generate],
             report_multiple_bugs=False,
@@ -175,7 +180,7 @@ def run_machine() -> None:
 @pytest.mark.parametrize("plant", PAGE_BUGS, ids=lambda plant: plant.__name__)
 def test_state_machine_notices(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises(AssertionError):
         run_machine()
 
 
@@ -352,6 +357,6 @@ SCHEDULER_BUGS: list[Plant] = [
 @pytest.mark.parametrize("plant", SCHEDULER_BUGS, ids=lambda plant: plant.__name__)
 def test_simulation_notices(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, IndexError)):
-        for seed in range(100):
-            simulate(seed)
+    with pytest.raises(AssertionError):
+        for world in range(100):
+            simulate(world)
