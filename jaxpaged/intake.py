@@ -43,7 +43,9 @@ class Intake:
         """
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self._vocab = vocab
-        self._seeds = (_mix(seed, index) for index in itertools.count())
+        self._seed = seed
+        # Counting is atomic, so threads can share these.
+        self._seed_indices = itertools.count()
         self._ids = itertools.count()
         defaults = {name: generation_config[name] for name in NEUTRAL_SAMPLING if generation_config.get(name) is not None}
         # Checked here, so that a bad file is found at the start and not with the first request.
@@ -73,7 +75,7 @@ class Intake:
                     f"stop_token_ids holds {token_id}, and the model has ids 0 to {self._vocab - 1}", param="stop_token_ids"
                 )
         # A seeded request depends on its seed alone, and must not shift the stream of the others.
-        seed = next(self._seeds) if params.seed is None or params.seed == -1 else params.seed
+        seed = _mix(self._seed, next(self._seed_indices)) if params.seed is None or params.seed == -1 else params.seed
         return Request(
             request_id=self.new_id() if request_id is None else request_id,
             prompt_token_ids=token_ids,

@@ -8,16 +8,14 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from jaxpaged.api import as_prompts, failed_output, one_each, open_own_sinks, settle_config
 from jaxpaged.config import Config
-from jaxpaged.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxpagedError
+from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Intake, Messages, Prompt
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.options import from_kwargs, validate
-from jaxpaged.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
-from jaxpaged.sinks import open_log
-from jaxpaged.startup_progress import open_startup_progress
+from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 
@@ -43,8 +41,7 @@ class LLM:
         self._lock = threading.RLock()
         self._own_sinks: list[Sink] = []
         if sinks is None:
-            log = self.config.log if config is not None else msgspec.structs.replace(self.config.log, level="warning")
-            self._own_sinks = [sink for sink in (open_log(log), open_startup_progress()) if sink is not None]
+            self._own_sinks = open_own_sinks(self.config, is_quiet=config is None)
         self._metrics = EngineMetrics()
         try:
             # JAX is imported here, after the limits of the process are set.
@@ -83,7 +80,7 @@ class LLM:
             EngineDeadError: the engine stopped.
         """
         several = as_prompts(prompts)
-        params = _one_each(sampling_params, len(several))
+        params = one_each(sampling_params, len(several))
         with self._lock:
             requests, outputs = self._admit(several, params, on_error)
             self._run(requests, outputs, use_tqdm)
@@ -218,48 +215,6 @@ class LLM:
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:
             sink.close()
-
-
-def settle_config(model: str | None, config: Config | None, kwargs: Mapping[str, Any]) -> Config:
-    """The tree from either a whole one or keyword arguments, checked. Raises ConfigError."""
-    if config is None:
-        return from_kwargs(**({} if model is None else {"model": model}), **kwargs)
-    if model is not None or kwargs:
-        raise ConfigError("give either config or keyword arguments, not both")
-    validate(config)
-    return config
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidRequestError(f"prompts must be a text, token ids or a list of them, got {type(prompts).__name__}", param="prompt")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def failed_output(request_id: str, prompt: Prompt, error: JaxpagedError, arrival_s: float) -> RequestOutput:
-    """The output of a request that was refused."""
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=[],
-        outputs=[CompletionOutput(finish_reason=FinishReason.ERROR)],
-        finished=True,
-        metrics=RequestMetrics(arrival_s=arrival_s),
-        error=error.message,
-    )
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one each", param="sampling_params")
-    return list(params)
 
 
 def _progress_bar(total: int) -> Any:
