@@ -2,7 +2,8 @@
 
 $JAXPAGED_HOME/            or jaxpaged/ in the platform's cache folder
   models/<safe name>/      one model: manifest.json, files/, derived/; it appears and disappears by one rename
-  staging/<safe name>/     a pull at work, owned by whoever holds the lock; what a killed pull left is cleaned or resumed
+  staging/<safe name>/     a pull at work, owned by whoever holds the lock; what a killed pull left is cleaned or resumed;
+                           each try has a folder of its own in it, for a download tool may outlive a killed pull a little
   locks/<safe name>.lock   held (flock) while that model is pulled or removed; the kernel lets go of it when a process dies
   derived/<hash>/          files made from a user's own model, which is never written beside
 """
@@ -11,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from jaxpaged.loading.disk import is_younger, remove_tree, sync, sync_tree
 
 MANIFEST = "manifest.json"
 RESUME_MARK = "resume"
-RESUME_KEPT_S = 7 * 86400
+RESUME_KEPT_S = 7 * 86400.0
 LOCK_POLL_S = 0.1
 MAX_SAFE_NAME = 100
 
@@ -107,7 +109,7 @@ def cache_home() -> Path:
 def safe_name(name: str) -> str:
     """A file name for any text: readable, short, never hidden or a way out of a folder, and different for different names."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "--", name).lstrip(".-")
-    if readable == name and len(name) <= MAX_SAFE_NAME and name == name.lower():
+    if readable and readable == name and len(name) <= MAX_SAFE_NAME and name == name.lower():
         return name
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     return f"{readable[:MAX_SAFE_NAME].lower()}-{digest}"
@@ -160,12 +162,13 @@ class CacheFolder:
     def stage(self, name: str, *, resume: str | None = None) -> Staging:
         """An empty staging folder for `name`, or with the same `resume` text the one that was left. The lock must be held."""
         self._sweep_staging()
-        staging = Staging(folder=self.home / "staging" / safe_name(name))
-        mark = staging.folder / RESUME_MARK
+        folder = self.home / "staging" / safe_name(name)
+        mark = folder / RESUME_MARK
         if resume is None or not mark.is_file() or mark.read_text(encoding="utf-8") != resume:
-            remove_tree(staging.folder)
-        for folder in (staging.files, staging.work):
-            folder.mkdir(parents=True, exist_ok=True)
+            remove_tree(folder)
+        staging = Staging(folder=folder / (secrets.token_hex(4) if resume is None else "resumable"))
+        for made in (staging.files, staging.work):
+            made.mkdir(parents=True, exist_ok=True)
         if resume is not None:
             mark.write_text(resume, encoding="utf-8")
         return staging
@@ -187,7 +190,7 @@ class CacheFolder:
             os.replace(target, staging.folder / "replaced")
         os.replace(staging.entry, target)
         sync(target.parent)
-        remove_tree(staging.folder)
+        self.discard(name)
         return CachedModel(manifest=manifest, folder=target)
 
     def remove(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxpaged.loading.disk import is_younger, remove_tree
 
-KEPT_S = 86400
+KEPT_S = 86400.0
 SOURCE = "source"
 
 

@@ -102,12 +102,22 @@ def read_name(text: str, registry: Mapping[str, RegistryEntry], *, revision: str
 def unknown_name(text: str, known: Iterable[str]) -> ModelNotFoundError:
     """The error for a name that nothing goes by, with the nearest of `known`."""
     names = list(dict.fromkeys(known))
-    nearest = difflib.get_close_matches(text[:MAX_NAME].lower(), names, n=NUM_NEAREST, cutoff=0.5)
-    if nearest:
-        hint = f"the nearest names are {', '.join(nearest)}" if len(nearest) > 1 else f"the nearest name is {nearest[0]}"
-    else:
-        hint = f"known names: {', '.join(names) or 'none'}; or give a folder, a .gguf file, a hub id org/name, or pypi:package"
+    hint = _nearest(text, names) or f"known names: {', '.join(names)}; or give a folder, a .gguf file, a hub id org/name, or pypi:package"
     return ModelNotFoundError(f"no model is called {shown(text)}; {hint}", param="model")
+
+
+def not_pulled(text: str, pulled: Iterable[str]) -> ModelNotFoundError:
+    """The error for a model that is not in the cache folder, with the nearest that are."""
+    names = list(pulled)
+    hint = _nearest(text, names) or (f"pulled are {', '.join(names)}" if names else "nothing is")
+    return ModelNotFoundError(f"no model called {shown(text)} is in the cache folder; {hint}", param="model")
+
+
+def _nearest(text: str, names: Iterable[str]) -> str | None:
+    nearest = difflib.get_close_matches(text[:MAX_NAME].lower(), list(names), n=NUM_NEAREST, cutoff=0.5)
+    if not nearest:
+        return None
+    return f"the nearest names are {', '.join(nearest)}" if len(nearest) > 1 else f"the nearest name is {nearest[0]}"
 
 
 def shown(text: str) -> str:
@@ -117,7 +127,7 @@ def shown(text: str) -> str:
 
 
 def _read(text: str, registry: Mapping[str, RegistryEntry]) -> Source | None:
-    if "\0" in text:
+    if not text or "\0" in text:
         return None
     if text.startswith("pypi:"):
         return _read_pypi(text, registry)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -37,6 +37,18 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     is_finished: bool = False
 
 
+@runtime_checkable
+class TextStream(Protocol):
+    """What is needed of a stream to draw on it."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool: ...
+
+
+@runtime_checkable
 class Progress(Protocol):
     """Draws reports and notes. Calls may come from a second thread, one at a time."""
 
@@ -63,7 +75,7 @@ class SilentProgress:
 class LineProgress:
     """Plain lines: at most one per `LINE_INTERVAL_S` and 10 %, or one per 15 s while slow; always one at the end."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._label: str | None = None
@@ -98,36 +110,41 @@ class LineProgress:
 class BarProgress:
     """A bar on a terminal, drawn by rich; figures are the report's own."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextStream) -> None:
         self._stream = stream
         self._bar: rich.progress.Progress | None = None
-        self._task: rich.progress.TaskID | None = None
 
     def show(self, report: TransferReport) -> None:
         try:
-            bar, task = self._started(report)
-            bar.update(task, completed=report.done_bytes, total=report.total_bytes, figures=figures(report), refresh=report.is_finished)
+            if self._bar is None:
+                self._start(report)
+            assert self._bar is not None
+            self._bar.update(
+                self._bar.task_ids[0],
+                completed=report.done_bytes,
+                total=report.total_bytes,
+                figures=figures(report),
+                refresh=report.is_finished,
+            )
         except (OSError, ValueError):
             return
         if report.is_finished:
             self.close()
 
-    def _started(self, report: TransferReport) -> "tuple[rich.progress.Progress, rich.progress.TaskID]":
-        if self._bar is None or self._task is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
-            from rich.progress import Progress as RichProgress
+    def _start(self, report: TransferReport) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
 
-            self._bar = RichProgress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}", markup=False),
-                console=Console(file=self._stream),
-                expand=True,
-            )
-            self._task = self._bar.add_task(report.label, total=report.total_bytes, figures="")
-            self._bar.start()
-        return self._bar, self._task
+        self._bar = RichProgress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=Console(file=cast("IO[str]", self._stream)),
+            expand=True,
+        )
+        self._bar.add_task(report.label, total=report.total_bytes, figures="")
+        self._bar.start()
 
     def note(self, message: str) -> None:
         if self._bar is not None:
@@ -136,7 +153,7 @@ class BarProgress:
             _write_line(self._stream, message)
 
     def close(self) -> None:
-        bar, self._bar, self._task = self._bar, None, None
+        bar, self._bar = self._bar, None
         if bar is not None:
             try:
                 bar.stop()
@@ -144,11 +161,9 @@ class BarProgress:
                 pass
 
 
-def progress_on(stream: TextIO | None = None) -> Progress:
+def progress_on(stream: TextStream | None = None) -> Progress:
     """A bar when `stream` (standard error by default) is a terminal that can move its cursor, else plain lines."""
     stream = sys.stderr if stream is None else stream
-    if stream is None:  # pythonw and daemons have no standard error
-        return SilentProgress()
     return BarProgress(stream) if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" else LineProgress(stream)
 
 
@@ -266,7 +281,7 @@ def figures(report: TransferReport) -> str:
     return ", ".join(parts)
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: int | float) -> str:
     """Decimal units, as package indexes and disks count: `92.9 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
@@ -275,7 +290,7 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: int | float) -> str:
     """`3 s`, `2:05`, `1:02:05`; under ten seconds with one decimal."""
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -285,7 +300,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def _write_line(stream: TextIO, line: str) -> None:
+def _write_line(stream: TextStream, line: str) -> None:
     try:
         stream.write(line + "\n")
         stream.flush()

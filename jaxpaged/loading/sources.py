@@ -16,7 +16,7 @@ from jaxpaged.loading.cache_folder import CachedModel, CacheFolder
 from jaxpaged.loading.derived_files import derived_for, derived_in
 from jaxpaged.loading.disk import disk_errors
 from jaxpaged.loading.file_choice import FileChoice, choose_files, choose_tokenizer_files
-from jaxpaged.loading.model_names import HubSource, LocalSource, PypiSource, RegistrySource, Source, read_name, shown, unknown_name
+from jaxpaged.loading.model_names import HubSource, LocalSource, PypiSource, RegistrySource, Source, not_pulled, read_name, shown
 from jaxpaged.loading.progress import Progress, progress_on
 from jaxpaged.loading.registry import read_registry
 from jaxpaged.loading.wheel_contents import file_sha256
@@ -131,7 +131,7 @@ def remove(name: str) -> PulledModel | None:
         with disk_errors(cache.home):
             if cache.remove(candidate):
                 return listed.get(candidate)
-    raise unknown_name(name, listed)
+    raise not_pulled(name, listed)
 
 
 def _canonical_names(name: str) -> Iterable[str]:

@@ -6,8 +6,9 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
-from typing import IO, Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxpaged.errors import DownloadError
 from jaxpaged.loading.cache_folder import StoredFile
@@ -16,13 +17,14 @@ from jaxpaged.loading.progress import Meter
 COPY_BYTES = 2**20
 
 
+@runtime_checkable
 class WheelContents(Protocol):
     """The regular files of a wheel by their path in it."""
 
     @property
     def sizes(self) -> dict[str, int]: ...
 
-    def open(self, member: str) -> IO[bytes]: ...
+    def open(self, member: str) -> BufferedIOBase: ...
 
 
 class PackedWheel:
@@ -32,8 +34,8 @@ class PackedWheel:
         self._archive = archive
         self.sizes = {member.filename: member.file_size for member in archive.infolist() if not member.is_dir()}
 
-    def open(self, member: str) -> IO[bytes]:
-        return self._archive.open(member)
+    def open(self, member: str) -> BufferedIOBase:
+        return self._archive.open(member)  # type: ignore[return-value]
 
 
 class UnpackedWheel:
@@ -47,7 +49,7 @@ class UnpackedWheel:
                 if path.is_file() and not path.is_symlink():
                     self.sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
 
-    def open(self, member: str) -> IO[bytes]:
+    def open(self, member: str) -> BufferedIOBase:
         return (self._folder / member).open("rb")
 
 

