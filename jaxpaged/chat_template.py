@@ -9,6 +9,7 @@ escapes, `break` and `continue`, `{% generation %}` blocks, and the variables `m
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError, nodes
@@ -18,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from jaxpaged.errors import ChatTemplateError
+from jaxpaged.errors import ChatTemplateError, ConfigError
 
 _RESERVED: Final = ("messages", "add_generation_prompt", "bos_token", "eos_token")
 # Marks where the message to be continued ends. A template that trims its messages cannot trim what comes before the mark.
@@ -39,7 +40,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Any,
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
@@ -85,6 +86,20 @@ class ChatTemplate:
             raise ChatTemplateError(str(refusal), param="messages") from refusal
         except Exception as error:  # a template can raise anything its expressions can
             raise ChatTemplateError(f"the chat template cannot show these messages: {error}", param="messages") from error
+
+
+def read_chat_template(option: str) -> str:
+    """The template that the option `chat_template` means: the content of the file of that name, or the option's text itself.
+
+    Raises:
+        ConfigError: it is neither a file that can be read nor a text that could be a template.
+    """
+    if any(character in option for character in "{}\n"):
+        return option
+    try:
+        return Path(option).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template file {option!r} cannot be read: {error}", param="chat_template") from error
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

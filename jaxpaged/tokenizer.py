@@ -1,13 +1,13 @@
 """Text to token ids and back, for one model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
-from jaxpaged.chat_template import ChatTemplate
+from jaxpaged.chat_template import ChatTemplate, read_chat_template
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.token_bytes import TokenBytes
@@ -51,17 +51,23 @@ class Tokenizer:
     def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None) -> "Tokenizer":
         """The tokenizer of a model that `loading.sources.resolve` found.
 
+        Args:
+            files: where they lie.
+            chat_template: the option of that name: a file or a template, in place of the model's own.
+
         Raises:
             CheckpointError: a file is missing or malformed.
             UnsupportedModelError: a kind of tokenizer that we do not know.
             ChatTemplateError: the template's syntax is wrong.
+            ConfigError: the option names a file that cannot be read.
         """
+        source = None if chat_template is None else read_chat_template(chat_template)
         path = files.path if files.tokenizer_path is None else files.tokenizer_path
         if path.is_dir():
-            return cls.from_folder(path, chat_template=chat_template)
+            return cls.from_folder(path, chat_template=source)
         if path.name == "tokenizer.json":
-            return cls.from_folder(path.parent, chat_template=chat_template)
-        return cls.from_gguf(path, files.cache_path, chat_template=chat_template)
+            return cls.from_folder(path.parent, chat_template=source)
+        return cls.from_gguf(path, files.cache_path, chat_template=source)
 
     @classmethod
     def from_folder(cls, folder: Path, *, chat_template: str | None = None) -> "Tokenizer":
@@ -105,13 +111,13 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Any,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Ids of a conversation.
+        """Ids of a conversation; see `ChatTemplate.render` for the arguments.
 
         The template alone decides about the begin token, since it writes it where the model was trained with one. Control tokens
         that a message spells are text.
