@@ -1,0 +1,125 @@
+"""Model files with random damage are refused with one of our errors or load; never another exception, never much memory."""
+
+import random
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.checkpoint import Checkpoint
+from jaxpaged.loading.fill import fill
+from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
+from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
+from tests.loading.tiny_table import TABLE, axis_sizes, expected
+from tests.tiny_model import write_tiny_gguf, write_tiny_llama
+
+MIB = 2**20
+SIZES = {"layers": 1, "vocab_size": 300, "hidden": 32, "ffw": 32, "heads": 2, "kv_heads": 1}
+EXTREMES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 10**9, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
+
+
+def damaged(content: bytes, header_bytes: int, source: random.Random) -> bytes:
+    """One to three random changes, most of them in the header, where they matter."""
+    changed = bytearray(content)
+    for _ in range(source.choice((1, 1, 1, 2, 3))):
+        place = source.randrange(header_bytes if source.random() < 0.8 else len(changed))
+        kind = source.choice(("bit", "byte", "number", "number", "digit", "cut", "insert", "delete", "repeat", "swap"))
+        if kind == "bit":
+            changed[place] ^= 1 << source.randrange(8)
+        elif kind == "byte":
+            changed[place] = source.randrange(256)
+        elif kind == "number":
+            width = source.choice((4, 8))
+            changed[place : place + width] = (source.choice(EXTREMES) % 2 ** (8 * width)).to_bytes(width, "little")
+        elif kind == "digit":
+            changed[place : place + 1] = source.choice((b"9" * 30, b"-1", b"null", b"1e9", b'"', b"[", b"}", b",", b"\\", b"\0", b"\xff"))
+        elif kind == "cut":
+            del changed[place:]
+        elif kind == "insert":
+            changed[place:place] = source.randbytes(source.randrange(1, 40))
+        elif kind == "delete":
+            del changed[place : place + source.randrange(1, 40)]
+        elif kind == "repeat":
+            length = source.randrange(1, 200)
+            changed[place:place] = changed[place : place + length]
+        else:
+            other = source.randrange(header_bytes)
+            changed[place : place + 8], changed[other : other + 8] = changed[other : other + 8], changed[place : place + 8]
+        if len(changed) <= header_bytes:
+            break
+    return bytes(changed)
+
+
+def load(path: Path) -> None:
+    """Opens a file or folder and fills a model from it."""
+    checkpoint: Checkpoint = GgufCheckpoint(path) if path.is_file() else SafetensorsCheckpoint(path)
+    with checkpoint:
+        hf = checkpoint.hf_config
+        for name in checkpoint.names():
+            checkpoint.read(name)
+        fill(checkpoint, TABLE, expected(hf), axis_sizes(hf))
+
+
+def attempt(path: Path, size: int) -> str:
+    """Loads, and returns "loaded" or the name of the error; any other exception comes through."""
+    tracemalloc.start()
+    try:
+        load(path)
+        outcome, message = "loaded", "in one sentence"
+    except (CheckpointError, UnsupportedModelError) as error:
+        outcome, message = type(error).__name__, error.message
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert 10 < len(message) < 4000
+    assert peak < 2 * size + 50 * MIB
+    return outcome
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_gguf(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, weight_type="Q4_1", embedding_type="Q8_0", **SIZES)
+    content = path.read_bytes()
+    header_bytes = content.index(b"blk.0.ffn_down.weight") + 200
+    assert attempt(path, len(content)) == "loaded"
+    outcomes = Counter[str]()
+    for number in range(50):
+        changed = damaged(content, header_bytes, random.Random(f"gguf {seed} {number}"))
+        path.write_bytes(changed)
+        outcomes[attempt(path, len(changed))] += 1
+    assert outcomes["CheckpointError"] > 15
+    assert outcomes["loaded"] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_safetensors(tmp_path: Path, seed: int) -> None:
+    write_tiny_llama(tmp_path, **SIZES, has_tokenizer=False)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    header_bytes = 8 + int.from_bytes(content[:8], "little")
+    assert attempt(tmp_path, len(content)) == "loaded"
+    outcomes = Counter[str]()
+    for number in range(50):
+        changed = damaged(content, header_bytes, random.Random(f"safetensors {seed} {number}"))
+        path.write_bytes(changed)
+        outcomes[attempt(tmp_path, len(changed))] += 1
+    assert outcomes["CheckpointError"] > 25
+    assert outcomes["loaded"] > 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_damaged_json(tmp_path: Path, name: str) -> None:
+    write_tiny_llama(tmp_path, **SIZES, shards=2, generation_eos=[0, 2], has_tokenizer=False)
+    path = tmp_path / name
+    content = path.read_bytes()
+    assert attempt(tmp_path, len(content)) == "loaded"
+    outcomes = Counter[str]()
+    for number in range(60):
+        changed = damaged(content, len(content), random.Random(f"{name} {number}"))
+        path.write_bytes(changed)
+        outcomes[attempt(tmp_path, len(changed))] += 1
+    assert outcomes["CheckpointError"] > 15
+    assert outcomes["loaded"] + outcomes["UnsupportedModelError"] < 45
