@@ -89,6 +89,7 @@ class LogFormatter:
         self._num_compiled = 0
         self._num_from_cache = 0
         self._num_programs = 0
+        self._phase_said_s = float("-inf")
 
     def lines(self, event: Event) -> list[LogLine]:
         """The lines of one event, in order; most events have one, a step has none until the interval is over."""
@@ -98,7 +99,7 @@ class LogFormatter:
             case events.ProgramCompiled():
                 return [self._compiled(event)]
             case events.PhaseChanged():
-                return [LogLine(event.time_s, Level.INFO, self._phase(event))]
+                return self._phase_lines(event)
             case events.EngineStopped():
                 return [*self._interval_line(event.time_s), self._plain(event)]
             case _:
@@ -108,6 +109,14 @@ class LogFormatter:
         """`compiling 7/12 (5 from cache)`, counted from the events seen."""
         cached = f" ({self._num_from_cache} from cache)" if self._num_from_cache else ""
         return f"compiling {self._num_compiled}/{self._num_programs}{cached}"
+
+    def _phase_lines(self, event: events.PhaseChanged) -> list[LogLine]:
+        """A line per phase; of programs compiled quickly one after the other, one line a second and the last."""
+        text = self._phase(event)
+        if event.phase == "compile" and 0 < event.done < event.total and 0 <= event.time_s - self._phase_said_s < MAX_GAP_S:
+            return [LogLine(event.time_s, Level.DEBUG, text)]
+        self._phase_said_s = event.time_s
+        return [LogLine(event.time_s, Level.INFO, text)]
 
     def _phase(self, event: events.PhaseChanged) -> str:
         if event.phase == "compile" and event.total:
@@ -195,7 +204,7 @@ def _plain_text(event: Event) -> tuple[Level, str]:
             return Level.INFO, (
                 f"request {clean_id(event.request_id)} added: {event.num_prompt_tokens} prompt tokens, "
                 f"{event.num_cached_tokens} cached, {event.num_pages} pages allocated"
-                f"{f', waited {event.queue_s:.3f} s' if event.queue_s >= 0.0005 else ''}"
+                f"{f', waited {event.queue_s:.3f} s' if event.queue_s >= 0.01 else ''}"
             )
         case events.RequestScheduled():
             return Level.INFO, (
@@ -225,7 +234,7 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 f"and {event.max_num_batched_tokens} tokens; context {event.max_model_len} tokens"
             )
         case events.HealthChanged():
-            level = Level.ERROR if event.state == "dead" else Level.INFO
+            level = {"dead": Level.ERROR, "draining": Level.INFO}.get(event.state, Level.DEBUG)
             return level, f"health: {clean(event.state, 32)}{': ' + clean(event.message) if event.message else ''}"
         case events.SinkDropped():
             return Level.WARNING, f"{event.count} events were lost to the {clean(event.sink, 64)} log: {clean(event.message)}"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from jaxpaged import events
 from jaxpaged.events import Event
 from jaxpaged.log_format import LogFormatter, clean
-from jaxpaged.sinks import STDERR_FD, QueueSink, StreamTarget
+from jaxpaged.log_targets import STDERR_FD, StreamTarget
+from jaxpaged.sinks import QueueSink
 
 ERASE_LINE = "\r\x1b[K"
 

@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 import msgspec
@@ -65,7 +65,7 @@ def stream_answer(llm: TextEngine, prompt: Prompt, params: SamplingParams, out: 
     last: RequestOutput | None = None
     first_s: float | None = None
     show = plain if out.isatty() else str
-    with noted_interrupts() as interrupt, closing(llm.stream(prompt, params)) as stream:
+    with noted_interrupts() as interrupt, _closed_at_end(llm.stream(prompt, params)) as stream:
         for output in stream:
             if output.error is not None:
                 raise RequestFailedError(output.error)
@@ -90,6 +90,16 @@ def stream_answer(llm: TextEngine, prompt: Prompt, params: SamplingParams, out: 
         first_token_s=last.metrics.ttft_s if last is not None and last.metrics.ttft_s is not None else first_s,
         seconds=seconds,
     )
+
+
+@contextmanager
+def _closed_at_end(stream: Iterator[RequestOutput]) -> Iterator[Iterator[RequestOutput]]:
+    """Closing is what aborts the request, and it must not wait for the garbage collector."""
+    try:
+        yield stream
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()
 
 
 def plain(text: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from jaxpaged.commands.answers import stream_answer, summary
 from jaxpaged.commands.engine_api import Message, TextEngine
+from jaxpaged.commands.interrupts import noted_interrupts
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.options import nearest
 from jaxpaged.request import SamplingParams
@@ -85,8 +86,10 @@ class ChatSession:
         system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
         try:
             text.encode()
-            prompt = self._llm.get_tokenizer().apply_chat_template([*system, *asked])
-            answer = stream_answer(self._llm, prompt, self._params, self._out)
+            # Ctrl-C at any moment of the exchange ends the exchange only.
+            with noted_interrupts():
+                prompt = self._llm.get_tokenizer().apply_chat_template([*system, *asked])
+                answer = stream_answer(self._llm, prompt, self._params, self._out)
         except EngineDeadError:
             raise
         except (JaxpagedError, UnicodeEncodeError) as e:

@@ -1,6 +1,6 @@
 """What the commands ask of an engine: the part of `jaxpaged.llm.LLM` that they use, and the seam for tests."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxpaged.config import Config
@@ -28,8 +28,8 @@ class TextEngine(Protocol):
         """Finished outputs in the order of the prompts."""
         ...
 
-    def stream(self, prompt: Prompt, params: SamplingParams, /) -> Generator[RequestOutput, None, None]:
-        """What is new, as it comes; closing the generator aborts the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams, /) -> Iterator[RequestOutput]:
+        """What is new, as it comes: a generator whose `close` aborts the request."""
         ...
 
     def get_tokenizer(self) -> ChatTokenizer:

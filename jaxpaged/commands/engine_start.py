@@ -10,7 +10,6 @@ from jaxpaged.cli_parser import Parser, add_options, integer, integers, load_opt
 from jaxpaged.commands.engine_api import MakeEngine, TextEngine
 from jaxpaged.config import Config
 from jaxpaged.events import Sink
-from jaxpaged.host_limits import prepare_process
 from jaxpaged.options import option_table
 from jaxpaged.request import SamplingParams
 from jaxpaged.sinks import QueueSink, open_log
@@ -18,8 +17,7 @@ from jaxpaged.startup_progress import open_startup_progress
 
 
 def make_llm(config: Config, sinks: Sequence[Sink], /) -> TextEngine:
-    """The real engine. Limits are set before JAX is imported."""
-    prepare_process(config)
+    """The real engine."""
     from jaxpaged.llm import LLM
 
     return LLM(config=config, sinks=sinks)
