@@ -57,6 +57,8 @@ def load(path: Path) -> None:
     checkpoint: Checkpoint = GgufCheckpoint(path) if path.is_file() else SafetensorsCheckpoint(path)
     with checkpoint:
         hf = checkpoint.hf_config
+        if "LlamaForCausalLM" not in hf["architectures"]:
+            raise UnsupportedModelError("the registry of models refuses it")
         for name in checkpoint.names():
             checkpoint.read(name)
         fill(checkpoint, TABLE, expected(hf), axis_sizes(hf))
