@@ -8,7 +8,7 @@ import msgspec
 from jaxpaged.config import Config
 from jaxpaged.errors import ConfigError, InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
-from jaxpaged.intake import Prompt
+from jaxpaged.intake import Messages, Prompt
 from jaxpaged.options import from_kwargs, validate
 from jaxpaged.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
 from jaxpaged.sinks import open_log
@@ -29,11 +29,20 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array of ids, or of rows of ids
+        prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(f"prompts must be a text, token ids or a list of them, got {type(prompts).__name__}", param="prompt")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation or many, as a list. A list of objects is one conversation."""
+    if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
+        return list(messages)  # type: ignore[arg-type]
+    return [messages]  # type: ignore[list-item]
 
 
 def failed_output(request_id: str, prompt: Prompt, error: JaxpagedError, arrival_s: float) -> RequestOutput:
@@ -54,7 +63,9 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: in
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one each", param="sampling_params")
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params for {count} prompts; give one for all or one each", param="sampling_params"
+        )
     return list(params)
 
 

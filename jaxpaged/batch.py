@@ -36,7 +36,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxpaged.request import GREEDY_TEMPERATURE
 from jaxpaged.scheduler import ScheduledRow
 
 MAX_BANNED_IDS = 80
@@ -167,7 +166,7 @@ def _pack_sampling(view: dict[str, np.ndarray], index: int, row: ScheduledRow, p
     if params.is_greedy:
         view["top_p"][index] = 1.0
     else:
-        assert params.temperature is not None and params.temperature >= GREEDY_TEMPERATURE
+        assert params.temperature is not None
         view["temperature"][index] = params.temperature
         view["top_k"][index] = max(params.top_k or 0, 0)
         view["top_p"][index] = 1.0 if params.top_p is None else params.top_p

@@ -37,6 +37,9 @@ class Clocks(NamedTuple):
     wall: Callable[[], float] = time.time
 
 
+REAL_CLOCKS = Clocks()
+
+
 class Engine:
     """Owns the scheduler, the runner and every unfinished request. One thread at a time may call it.
 
@@ -55,7 +58,7 @@ class Engine:
         *,
         enable_prefix_caching: bool = True,
         sink: events.Sink,
-        clocks: Clocks = Clocks(),
+        clocks: Clocks = REAL_CLOCKS,
     ) -> None:
         self.runner, self.tokenizer, self._sink, self.clocks = runner, tokenizer, sink, clocks
         self.pages = PageManager(runner.num_pages, runner.page_size, enable_prefix_caching)
@@ -98,9 +101,7 @@ class Engine:
             self.scheduler.add(answer.sequence)
         except JaxpagedError as error:
             self._emit(
-                events.RequestRejected(
-                    time_s=self.clocks.wall(), request_id=request.request_id, code=error.code, message=error.message
-                )
+                events.RequestRejected(time_s=self.clocks.wall(), request_id=request.request_id, code=error.code, message=error.message)
             )
             raise
         self._answers[request.request_id] = answer

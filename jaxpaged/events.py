@@ -4,7 +4,7 @@ An `Event` is a frozen msgspec Struct tagged by its name. `to_line` and `from_li
 `time_s` is wall-clock (for people), durations come from the monotonic clock.
 """
 
-from typing import Protocol, Union
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -159,22 +159,22 @@ class EngineStopped(_Event):
     message: str = ""
 
 
-Event = Union[
-    PhaseChanged,
-    ProgramCompiled,
-    EngineStarted,
-    RequestReceived,
-    RequestRejected,
-    RequestQueued,
-    RequestScheduled,
-    RequestFirstToken,
-    RequestPreempted,
-    RequestFinished,
-    StepFinished,
-    HealthChanged,
-    SinkDropped,
-    EngineStopped,
-]
+Event = (
+    PhaseChanged
+    | ProgramCompiled
+    | EngineStarted
+    | RequestReceived
+    | RequestRejected
+    | RequestQueued
+    | RequestScheduled
+    | RequestFirstToken
+    | RequestPreempted
+    | RequestFinished
+    | StepFinished
+    | HealthChanged
+    | SinkDropped
+    | EngineStopped
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
@@ -190,6 +190,7 @@ def from_line(line: bytes) -> Event:
     return _decoder.decode(line)
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes every event, in order, on the engine's thread; must return within microseconds and never raise."""
 

@@ -1,6 +1,7 @@
 """Room 1: a prompt and its parameters become a `Request`, or an error that says what is wrong with them."""
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,9 @@ class Intake:
             ChatTemplateError: no template, malformed messages, or the template refuses them.
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-            raise ChatTemplateError(f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages")
+            raise ChatTemplateError(
+                f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages"
+            )
         return self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
@@ -107,19 +110,30 @@ class Intake:
                 prompt = prompt["prompt_token_ids"]
             else:
                 raise InvalidRequestError(
-                    f"A prompt object holds either 'prompt' (a text) or 'prompt_token_ids' (a list), got {sorted(map(str, keys))}", param="prompt"
+                    f"A prompt object holds either 'prompt' (a text) or 'prompt_token_ids' (a list), got {sorted(map(str, keys))}",
+                    param="prompt",
                 )
         if isinstance(prompt, str):
             return prompt, self._encode(prompt)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        return None, self._checked_ids(prompt)
+
+    def _checked_ids(self, prompt: Any) -> list[int]:
+        """Token ids as plain integers in range; the device would clamp or fill what is not, in silence."""
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and jax arrays
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidRequestError(f"A prompt is a text or a list of token ids, got {type(prompt).__name__}", param="prompt")
-        for token_id in prompt:
-            # Reads beyond the embedding would be clamped or filled in silence on the device.
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab:
+        ids = []
+        for item in prompt:
+            try:
+                token_id = -1 if isinstance(item, bool) else operator.index(item)
+            except TypeError:
+                token_id = -1
+            if not 0 <= token_id < self._vocab:
                 raise InvalidRequestError(
-                    f"A prompt's token ids are integers from 0 to {self._vocab - 1}, got {str(token_id)[:40]}", param="prompt"
+                    f"A prompt's token ids are integers from 0 to {self._vocab - 1}, got {str(item)[:40]}", param="prompt"
                 )
-        return None, list(prompt)
+            ids.append(token_id)
+        return ids
 
     def _encode(self, text: str) -> list[int]:
         try:

@@ -3,17 +3,17 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
 
-from jaxpaged.api import as_prompts, failed_output, one_each, open_own_sinks, settle_config
+from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, settle_config
 from jaxpaged.config import Config
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
-from jaxpaged.intake import Intake, Messages, Prompt
+from jaxpaged.intake import Messages, Prompt
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -35,7 +35,9 @@ class LLM:
         JaxpagedError: the options, the model or the memory; one sentence.
     """
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any
+    ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
         self._lock = threading.RLock()
@@ -100,7 +102,7 @@ class LLM:
         Raises:
             ChatTemplateError: the model has no template, or it refuses the messages.
         """
-        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        many = as_conversations(messages)
         prompts = [
             self._intake.chat_prompt(
                 conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message

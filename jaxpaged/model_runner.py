@@ -87,7 +87,8 @@ class ModelRunner:
         scratch = 0
         if device is not None and cache.memory is None:
             largest = self._layout(limits.token_buckets[-1])
-            scratch = self._lower(largest).compile().memory_analysis().temp_size_in_bytes
+            analysis = self._lower(largest).compile().memory_analysis()
+            scratch = 0 if analysis is None else analysis.temp_size_in_bytes
         self.num_pages = count_pages(
             cache,
             self.cache_shape,
@@ -157,7 +158,8 @@ class ModelRunner:
         pool = jax.ShapeDtypeStruct(dims, shape.dtype)
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._model.params)
-        return jax.jit(step, donate_argnums=1).lower(params, KVCache(pool, pool), blob)
+        cache: Any = KVCache(pool, pool)  # type: ignore[arg-type]  # shapes stand for arrays while lowering
+        return jax.jit(step, donate_argnums=1).lower(params, cache, blob)
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""

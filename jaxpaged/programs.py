@@ -48,7 +48,7 @@ class CompilationWatch:
         self._watched = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
-    def _on_duration(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILE_EVENT and getattr(self._watched, "is_on", False):
             self.num_compiled += 1
 

@@ -51,10 +51,9 @@ def find_family(hf_config: dict[str, Any]) -> Family:
     names = hf_config.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
-            return importlib.import_module(f"{__name__}.{ARCHITECTURES[name]}")  # type: ignore[return-value]
-    raise UnsupportedModelError(
-        f"architecture {', '.join(map(str, names)) or '(none named in the config)'} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
-    )
+            return importlib.import_module(f"{__name__}.{ARCHITECTURES[name]}")
+    given = ", ".join(map(str, names)) or "(none named in the config)"
+    raise UnsupportedModelError(f"architecture {given} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
 
 
 def make_config(family: Family, hf_config: dict[str, Any], dtype: np.dtype) -> Any:

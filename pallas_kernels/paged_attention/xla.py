@@ -7,7 +7,6 @@ cost follows what is live, not the bucket. A gather of one row per token would c
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -166,7 +165,9 @@ def _attend(
         finite_peak = jnp.where(peak == -jnp.inf, 0, peak)
         weights = jnp.exp(logits - finite_peak[..., None])
         decay = jnp.exp(walk.peak - finite_peak)
-        summed = jnp.einsum("bkrp,bkpd->bkrd", weights.astype(compute_dtype), values, preferred_element_type=jnp.float32, precision=pool.precision)
+        summed = jnp.einsum(
+            "bkrp,bkpd->bkrd", weights.astype(compute_dtype), values, preferred_element_type=jnp.float32, precision=pool.precision
+        )
         return _Walk(peak, walk.total * decay + weights.sum(-1), walk.values * decay[..., None] + summed)
 
     shape = queries.shape[:-1]
