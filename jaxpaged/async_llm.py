@@ -112,7 +112,9 @@ class AsyncLLM:
         JaxpagedError: the options, the model or the memory; one sentence.
     """
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any
+    ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
         self._own_sinks = open_own_sinks(self.config, is_quiet=False) if sinks is None else []
@@ -156,7 +158,9 @@ class AsyncLLM:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
         return self._outputs(prompt, sampling_params, request_id, RequestOutputKind.DELTA)
 
-    async def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
+    async def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> list[int]:
         """Token ids of a conversation, for `generate` and `stream`. Raises ChatTemplateError."""
         make = functools.partial(
             self._intake.chat_prompt, messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message

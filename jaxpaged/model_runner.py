@@ -62,7 +62,7 @@ class ModelRunner:
         on_compiled: Callable[[Compiled], None] = lambda _: None,
         before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
     ) -> None:
-        """Allocates the pool, compiles every bucket and runs each once.
+        """Allocates the pool, compiles every bucket and runs a first, empty step.
 
         Args:
             model: weights on the device.
@@ -106,7 +106,8 @@ class ModelRunner:
         before_compiling(self)
         self.programs = compile_all(self._lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
         self._watch = CompilationWatch()
-        for layout in self.layouts:
+        # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
+        for layout in self.layouts[:1] if device is None else self.layouts:
             self.run(layout, self._idle_blob(layout))
 
     @property

@@ -77,4 +77,8 @@ class Answer:
     def _ends_with_hidden_stop(self) -> bool:
         """An end token or stop id ends the answer without being part of its text, unless stops were asked for."""
         sequence, params = self.sequence, self.request.params
-        return sequence.finish_reason is FinishReason.STOP and sequence.stop_reason.__class__ is not str and not params.include_stop_str_in_output
+        return (
+            sequence.finish_reason is FinishReason.STOP
+            and sequence.stop_reason.__class__ is not str
+            and not params.include_stop_str_in_output
+        )

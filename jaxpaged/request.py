@@ -88,9 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.min_tokens is None:
             raise InvalidRequestError("min_tokens must be an integer, got None", param="min_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens"
-            )
+            raise InvalidRequestError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
@@ -149,9 +147,7 @@ def _check_stop(stop: Any) -> None:
         raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
     for text in strings:
         if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequestError(
-                f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}", param="stop"
-            )
+            raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}", param="stop")
 
 
 def _check_ids(name: str, ids: Any, limit: int) -> None:

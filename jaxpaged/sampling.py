@@ -96,7 +96,9 @@ def keep_threshold(
     low = jnp.where(has_k & (top_k <= num_top), jnp.maximum(low, k_in_top), low)
 
     search_k = has_k & (top_k > num_top)
-    low = lax.cond(jnp.any(search_k), lambda low: jnp.where(search_k, jnp.maximum(low, _kth_largest(scaled, top_k)), low), lambda low: low, low)
+    low = lax.cond(
+        jnp.any(search_k), lambda low: jnp.where(search_k, jnp.maximum(low, _kth_largest(scaled, top_k)), low), lambda low: low, low
+    )
 
     wanted = top_p * jnp.sum(jnp.where(scaled >= low[:, None], weights, 0), axis=-1)
     top_weights = jnp.where(top >= low[:, None], jnp.exp(top), 0)
@@ -133,7 +135,9 @@ class _Search(NamedTuple):
     edge: UInt32[Array, "rows"]
 
 
-def _largest_edge(ordered: UInt32[Array, "rows vocab"], amounts: Float[Array, "rows vocab"], wanted: Float[Array, "rows"]) -> Float[Array, "rows"]:
+def _largest_edge(
+    ordered: UInt32[Array, "rows vocab"], amounts: Float[Array, "rows vocab"], wanted: Float[Array, "rows"]
+) -> Float[Array, "rows"]:
     """The largest value v such that the amounts of the ids at or above v add up to what is wanted."""
 
     def step(index: Array, search: _Search) -> _Search:

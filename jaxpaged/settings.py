@@ -36,9 +36,13 @@ def decide_limits(config: Config, *, is_gpu: bool, model_max_len: int) -> StepLi
     """
     scheduler, wanted = config.scheduler, config.model.max_model_len
     if isinstance(wanted, int) and wanted > model_max_len:
-        raise ConfigError(f"max_model_len {wanted} is longer than the model's context of {model_max_len} tokens", param="model.max_model_len")
+        raise ConfigError(
+            f"max_model_len {wanted} is longer than the model's context of {model_max_len} tokens", param="model.max_model_len"
+        )
     if isinstance(wanted, int) and wanted < 2:
-        raise ConfigError(f"max_model_len must be at least 2 (one token of prompt, one of answer), got {wanted}", param="model.max_model_len")
+        raise ConfigError(
+            f"max_model_len must be at least 2 (one token of prompt, one of answer), got {wanted}", param="model.max_model_len"
+        )
     max_model_len = wanted if isinstance(wanted, int) else model_max_len
     budget = scheduler.max_num_batched_tokens or (GPU_MAX_NUM_BATCHED_TOKENS if is_gpu else CPU_MAX_NUM_BATCHED_TOKENS)
     num_seqs = min(scheduler.max_num_seqs or (GPU_MAX_NUM_SEQS if is_gpu else CPU_MAX_NUM_SEQS), budget)

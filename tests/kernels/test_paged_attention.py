@@ -12,7 +12,7 @@ from pallas_kernels.dispatch import UnsupportedKernelError
 from pallas_kernels.paged_attention import OP, paged_attention
 from pallas_kernels.paged_attention.cases import CASES, Case, make, options
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
 CI_CASES = [pytest.param(case, id=case.name) for case in CASES if "ci" in case.tags]
 
 
