@@ -197,3 +197,39 @@ def test_generation_config_is_passed_on(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, generation_config={"temperature": 0.6, "top_p": 0.9}, has_tokenizer=False)
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         assert checkpoint.generation_config == {"temperature": 0.6, "top_p": 0.9}
+
+
+ROPE_CONFIGS: dict[str, dict[str, Any]] = {
+    "old": {"rope_theta": 100_000.0},
+    "new": {"rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
+    "both, the same": {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+    "both, different": {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 6.0}},
+    "neither": {},
+    "new without theta": {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}},
+    "old scaling": {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "old scaling with a theta": {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 8.0}},
+    "new scaling": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 8.0}},
+    "empty old scaling": {"rope_scaling": {}, "rope_theta": 9.0},
+    "both scalings": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 3.0}},
+}
+
+
+@pytest.mark.parametrize("case", ROPE_CONFIGS)
+def test_rope_is_what_transformers_makes_of_the_same_file(tmp_path: Path, case: str) -> None:
+    from transformers import LlamaConfig
+
+    ours = _settled(tmp_path, rope_style="neither", config=ROPE_CONFIGS[case])
+    theirs = dict(LlamaConfig.from_pretrained(tmp_path).rope_parameters)
+    theirs.pop("type", None)  # the older word stays beside the newer one there
+    scaling = ours["rope_scaling"] or {"rope_type": "default"}
+    assert {"rope_theta": ours["rope_theta"], **scaling} == theirs
+
+
+def test_left_out_keys_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    keys = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias")
+    ours = _settled(tmp_path, tie=None, config=dict.fromkeys(keys))
+    theirs = LlamaConfig.from_pretrained(tmp_path)
+    for key in (*keys, "tie_word_embeddings"):
+        assert ours[key] == getattr(theirs, key), key
