@@ -55,7 +55,7 @@ def clean_id(request_id: str) -> str:
     return text if is_word else '"' + text.replace('"', "'") + '"'
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: int, whole: int) -> str:
     """`45.2 %`; of nothing it is 0."""
     return f"{100 * part / whole if whole else 0:.1f} %"
 

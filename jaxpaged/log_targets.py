@@ -6,13 +6,14 @@ import select
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxpaged.errors import ConfigError
 
 STDERR_FD = 2
 
 
+@runtime_checkable
 class Target(Protocol):
     """Something that takes lines."""
 
