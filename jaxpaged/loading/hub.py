@@ -72,7 +72,7 @@ def describe(repo: str, revision: str | None, token: str | None) -> HubRepositor
 
 
 def stage_repository(found: HubRepository, choice: FileChoice, staging: Staging, token: str | None, progress: Progress) -> Staged:
-    """Fetch the chosen files, going on where an earlier try of the same commit stopped, and check each against the hub's hash.
+    """Fetch the chosen files but those that an earlier try of the same commit completed, and check each against the hub's hash.
 
     Raises:
         DownloadError: no space, the connection broke, or a file is not the one that the hub described.
@@ -84,6 +84,8 @@ def stage_repository(found: HubRepository, choice: FileChoice, staging: Staging,
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
+    for left in staging.files.rglob("*.incomplete"):  # huggingface_hub goes on from whole files only, and never uses these again
+        left.unlink()
     wanted = [file for file in found.files if file.name in choice.files]
     total_bytes = sum(file.num_bytes for file in wanted)
     with Meter(progress, f"pulling {found.repo}", total_bytes) as meter:

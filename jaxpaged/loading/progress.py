@@ -72,11 +72,37 @@ class SilentProgress:
         pass
 
 
+class _Unfailing:
+    """A stream whose other end may be gone or full: what cannot be written is dropped (rich would end the process)."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str, /) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass
+
+    def write_line(self, line: str) -> None:
+        self.write(line + "\n")
+        self.flush()
+
+
 class LineProgress:
     """Plain lines: at most one per `LINE_INTERVAL_S` and 10 %, or one per 15 s while slow; always one at the end."""
 
     def __init__(self, stream: TextStream, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
+        self._stream = _Unfailing(stream)
         self._clock = clock
         self._label: str | None = None
         self._last_s = 0.0
@@ -89,7 +115,7 @@ class LineProgress:
         if not report.is_finished and not self._is_due(report, now_s):
             return
         self._last_s, self._last_done_bytes = now_s, report.done_bytes
-        _write_line(self._stream, f"{report.label}: {figures(report)}")
+        self._stream.write_line(f"{report.label}: {figures(report)}")
         if report.is_finished:
             self._label = None
 
@@ -101,7 +127,7 @@ class LineProgress:
         return waited_s >= QUIET_LINE_INTERVAL_S or (report.total_bytes is not None and gained >= LINE_STEP * report.total_bytes)
 
     def note(self, message: str) -> None:
-        _write_line(self._stream, message)
+        self._stream.write_line(message)
 
     def close(self) -> None:
         pass
@@ -111,23 +137,20 @@ class BarProgress:
     """A bar on a terminal, drawn by rich; figures are the report's own."""
 
     def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
+        self._stream = _Unfailing(stream)
         self._bar: rich.progress.Progress | None = None
 
     def show(self, report: TransferReport) -> None:
-        try:
-            if self._bar is None:
-                self._start(report)
-            assert self._bar is not None
-            self._bar.update(
-                self._bar.task_ids[0],
-                completed=report.done_bytes,
-                total=report.total_bytes,
-                figures=figures(report),
-                refresh=report.is_finished,
-            )
-        except (OSError, ValueError):
-            return
+        if self._bar is None:
+            self._start(report)
+        assert self._bar is not None
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=report.done_bytes,
+            total=report.total_bytes,
+            figures=figures(report),
+            refresh=report.is_finished,
+        )
         if report.is_finished:
             self.close()
 
@@ -150,20 +173,19 @@ class BarProgress:
         if self._bar is not None:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
-            _write_line(self._stream, message)
+            self._stream.write_line(message)
 
     def close(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
-            try:
-                bar.stop()
-            except (OSError, ValueError):
-                pass
+            bar.stop()
 
 
 def progress_on(stream: TextStream | None = None) -> Progress:
     """A bar when `stream` (standard error by default) is a terminal that can move its cursor, else plain lines."""
     stream = sys.stderr if stream is None else stream
+    if stream is None:  # a daemon may have no standard error
+        return SilentProgress()
     return BarProgress(stream) if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" else LineProgress(stream)
 
 
@@ -298,11 +320,3 @@ def format_seconds(seconds: int | float) -> str:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def _write_line(stream: TextStream, line: str) -> None:
-    try:
-        stream.write(line + "\n")
-        stream.flush()
-    except (OSError, ValueError):
-        pass
