@@ -10,48 +10,19 @@ Pages are allocated for the tokens of the step and no more. When pass 1 finds no
 loses its pages, goes to the front of the queue and is recomputed later, through the prefix cache. A request is admitted
 only when the pages for all its known tokens, and for those of every running sequence, and one token more of each, are
 there: so admission never causes a preemption in the next step, and a preempted request waits until another has ended.
+That bounds how often a request can be preempted: by the number of those admitted before it.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 
-import msgspec
-
 from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError, PoolTooSmallError
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason
+from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.sequence import Sequence, SequenceStatus
 
 __all__ = ["ScheduledRow", "ScheduledStep", "Scheduler", "Sequence", "SequenceStatus"]
-
-
-class ScheduledRow(msgspec.Struct, frozen=True, eq=False):
-    """Tokens `start` to `start + num_tokens` of one sequence. `samples`: the last of them is the last known, so a new id comes out."""
-
-    sequence: Sequence
-    num_tokens: int
-    start: int
-    samples: bool
-
-
-class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
-    """One step: at least one row, rows of one token first.
-
-    Attributes:
-        rows: what to compute.
-        admitted: sequences that got pages in this step, in order; each has a row, whose `start` is its prefix hit in tokens.
-        preempted: sequences that lost their pages, in the order in which they did.
-        decision: for people, why so many were admitted ("admitted 3 of 9: pages").
-        prefix_queries_tokens: prompt tokens looked up in the prefix cache, at first admissions.
-        prefix_hits_tokens: how many of them were found.
-    """
-
-    rows: tuple[ScheduledRow, ...]
-    admitted: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
-    decision: str
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
 
 
 class Scheduler:
@@ -160,6 +131,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, token_ids: SequenceOf[int]) -> list[Sequence]:
         """Takes in what a step computed: sampled ids, ends, pages that have filled up.
 
+        Whole pages of known ids become findable, those of a sequence that ends here too, before it lets go of them.
         A sequence that was aborted after `schedule` is passed over.
 
         Args:
@@ -177,11 +149,9 @@ class Scheduler:
                 continue
             end = row.start + row.num_tokens
             sequence.num_computed_tokens = end
-            if row.samples:
-                sequence.token_ids.append(token_id)
-                if self._find_end(sequence, token_id):
-                    finished.append(sequence)
-                    continue
+            if row.samples and sequence.append(token_id):
+                finished.append(sequence)
+                continue
             if row.start // page_size != end // page_size:
                 self._commit(sequence)
         if finished:
@@ -333,11 +303,14 @@ class Scheduler:
         return ScheduledStep(rows, tuple(admitted), tuple(preempted), decision, queries, hits)
 
     def _num_pages_wanted(self, sequence: Sequence) -> int:
-        """Pages to come for the known tokens of `sequence` and the next one; to its very end once it was preempted twice."""
+        """Pages to come for the known tokens of `sequence` and the next one.
+
+        For each time that it was preempted it is expected to go on for as long as its answer is by now, so that it is
+        not readmitted only to be preempted again.
+        """
+        num_tokens = len(sequence.token_ids) + 1 + sequence.num_preemptions * sequence.num_output_tokens
         # The last token of an answer is never computed.
-        last = sequence.max_total_tokens - 1
-        num_tokens = last if sequence.num_preemptions > 1 else min(len(sequence.token_ids) + 1, last)
-        return self._pages.pages_for(num_tokens) - len(sequence.pages)
+        return self._pages.pages_for(min(num_tokens, sequence.max_total_tokens - 1)) - len(sequence.pages)
 
     def _take_cached_pages(self, sequence: Sequence, promised: int) -> bool:
         """Gives a waiting sequence its cached prefix, if the pages that it wants beyond are there; else changes nothing."""
@@ -347,19 +320,6 @@ class Scheduler:
             sequence.pages = []
             return False
         sequence.num_computed_tokens = len(sequence.pages) * self._pages.page_size
-        return True
-
-    def _find_end(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether the id that just came ends the answer; an end token is looked at before the length."""
-        if token_id in sequence.stop_ids and sequence.num_output_tokens >= sequence.request.params.min_tokens:
-            sequence.finish_reason = FinishReason.STOP
-            is_end_token = token_id in sequence.request.eos_token_ids and not sequence.request.params.ignore_eos
-            sequence.stop_reason = None if is_end_token else token_id
-        elif len(sequence.token_ids) >= sequence.max_total_tokens:
-            sequence.finish_reason = FinishReason.LENGTH
-        else:
-            return False
-        sequence.status = SequenceStatus.FINISHED
         return True
 
     def _commit(self, sequence: Sequence) -> None:

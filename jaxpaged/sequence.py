@@ -94,6 +94,21 @@ class Sequence:
         """Whether it has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
 
+    def append(self, token_id: int) -> bool:
+        """Takes the next token of the answer; whether it ends the answer. An end token is looked at before the length."""
+        self.token_ids.append(token_id)
+        params = self.request.params
+        if token_id in self.stop_ids and self.num_output_tokens >= params.min_tokens:
+            self.finish_reason = FinishReason.STOP
+            is_end_token = token_id in self.request.eos_token_ids and not params.ignore_eos
+            self.stop_reason = None if is_end_token else token_id
+        elif len(self.token_ids) >= self.max_total_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        else:
+            return False
+        self.status = SequenceStatus.FINISHED
+        return True
+
     def __repr__(self) -> str:
         tokens = f"{self.num_computed_tokens}/{len(self.token_ids)} tokens"
         return f"Sequence({self.request_id!r}, {self.status.value}, {tokens}, pages {self.pages})"

@@ -193,9 +193,9 @@ def one_page_less(patch: pytest.MonkeyPatch) -> None:
 
 
 real_add = Scheduler.add
+real_append = EngineSequence.append
 real_admit = Scheduler._admit
 real_chunk = Scheduler._chunk
-real_find_end = Scheduler._find_end
 real_preempt_last = Scheduler._preempt_last
 real_scheduler_release = Scheduler._release
 real_take_cached_pages = Scheduler._take_cached_pages
@@ -303,13 +303,14 @@ def aborted_sequence_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def min_tokens_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    def find_end(self: Scheduler, sequence: EngineSequence, token_id: int) -> bool:
-        if token_id in sequence.stop_ids:
-            sequence.finish_reason, sequence.status = FinishReason.STOP, SequenceStatus.FINISHED
+    def append(self: EngineSequence, token_id: int) -> bool:
+        has_ended = real_append(self, token_id)
+        if not has_ended and token_id in self.stop_ids:
+            self.finish_reason, self.status = FinishReason.STOP, SequenceStatus.FINISHED
             return True
-        return real_find_end(self, sequence, token_id)
+        return has_ended
 
-    patch.setattr(Scheduler, "_find_end", find_end)
+    patch.setattr(EngineSequence, "append", append)
 
 
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
