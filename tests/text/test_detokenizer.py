@@ -254,7 +254,8 @@ def test_every_cut_gives_the_text_of_the_whole(answer: tuple[Tokenizer, list[int
         assert detokenizer.num_held_bytes <= 3
     rest = detokenizer.finish()
     assert shown + rest == whole
-    assert rest in ("", "\ufffd")
+    # Two only where Python waits for a third byte of what looks like half of a surrogate pair (ED A0 to ED BF).
+    assert rest in ("", "\ufffd", "\ufffd\ufffd")
 
 
 @settings(max_examples=400, deadline=None)

@@ -1,6 +1,7 @@
 """Small vocabularies of both kinds, made on the spot, and GGUF metadata for them."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,17 @@ WORDS = (
 )
 
 
+@cache
+def _alphabet() -> str:
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return "".join(chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256))
+
+
 def spell(text_or_bytes: str | bytes) -> str:
     """Bytes as a byte-level vocabulary spells them; written from GPT-2's rule, apart from the code under test."""
     raw = text_or_bytes.encode() if isinstance(text_or_bytes, str) else text_or_bytes
-    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
-    hidden = [b for b in range(256) if b not in shown]
-    return "".join(chr(b) if b in shown else chr(256 + hidden.index(b)) for b in raw)
+    return "".join(_alphabet()[byte] for byte in raw)
 
 
 def byte_level_backend(words: tuple[str, ...] = WORDS) -> Tokenizer:
