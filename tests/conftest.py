@@ -71,10 +71,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --fast, files marked jax or real are not even imported."""
-    if config.getoption("--fast") and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
-        if file_markers(collection_path.read_text(encoding="utf-8")) & {"jax", "real"}:
-            return True
+    """Files with no test for this run are not even imported: those marked jax or real with --fast, those without the tier with --tier."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    source = collection_path.read_text(encoding="utf-8")
+    if config.getoption("--fast") and file_markers(source) & {"jax", "real"}:
+        return True
+    tier = config.getoption("--tier")
+    if tier and ("mark.min_jax" if tier == "min-jax" else f'tier("{tier}"') not in source:
+        return True
     return None
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -121,12 +122,31 @@ def test_a_set_up_environment_is_left_alone_and_a_changed_lock_is_not(tmp_path: 
     assert len(first) == 2
     assert {"sync", "--require-hashes", "requirements/base.lock"} <= set(first[0].split())
     assert {"--offline", "--no-deps", "--no-build-isolation", "--editable"} <= set(first[1].split())
+    started = time.monotonic()
     assert set_up("base", "dev") == []
+    assert time.monotonic() - started < 1
     assert set_up("dev")[0].endswith("requirements/dev.lock")
     assert set_up("base", "dev") == [], "what holds more will do as well"
     with (project / "requirements" / "dev.lock").open("a", encoding="utf-8") as lock:
         lock.write("# changed\n")
     assert set_up("base", "dev")[0].endswith("requirements/dev.lock"), "the lock that was installed is the one renewed"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Why is the sky blue?", "-5 $HOME \"quoted\" 'single' `id` \\n # $(shell id) $$", "two\nlines", "日本語"]
+)
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_make_demo_hands_the_prompt_over_as_typed(tmp_path: Path, prompt: str, is_argument: bool) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    executable(tmp_path / "scripts" / "setup_venv.sh", f"#!{BASH}\n")
+    executable(tmp_path / ".venv" / "bin" / "jaxpaged", f"#!{BASH}\nprintf '%s\\0' \"$@\"\n")
+    command, environment = ["make", "--silent", "demo"], {"PATH": os.environ["PATH"]}
+    if is_argument:
+        command.append(f"PROMPT={prompt}")
+    else:
+        environment["PROMPT"] = prompt
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\0") == ["generate", "--chat", "--", prompt, ""]
 
 
 def test_the_locks_are_the_promised_ones() -> None:
