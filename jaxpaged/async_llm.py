@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -28,6 +28,7 @@ from jaxpaged.tokenizer import Tokenizer
 NUM_TOKENIZER_THREADS = 2
 
 
+@runtime_checkable
 class EngineClient(Protocol):
     """What a server needs of an engine."""
 
@@ -210,13 +211,13 @@ class AsyncLLM:
         """vLLM's name for `close`."""
         self.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "AsyncLLM":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "AsyncLLM":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 
@@ -157,7 +157,7 @@ class LLM:
             self._engine.close()
             self._close_sinks()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:

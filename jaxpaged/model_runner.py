@@ -1,7 +1,7 @@
 """Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxpaged.sampling import sample
 from jaxpaged.settings import StepLimits
 
 
+@runtime_checkable
 class Runner(Protocol):
     """What the engine needs of a device: `run` is the only call that reaches one."""
 

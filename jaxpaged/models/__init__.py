@@ -1,7 +1,7 @@
 """The registry: a checkpoint's architecture -> the file that runs it."""
 
 import importlib
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, str] = {
 """Name in a checkpoint's `architectures` -> module in this package."""
 
 
+@runtime_checkable
 class ModelShape(Protocol):
     """What the engine must know of any model, whatever its family."""
 
@@ -30,6 +31,7 @@ class ModelShape(Protocol):
     def axis_sizes(self) -> dict[str, int]: ...
 
 
+@runtime_checkable
 class CausalLM(Protocol):
     """A language model over the flat token batch and the paged cache."""
 
@@ -38,6 +40,7 @@ class CausalLM(Protocol):
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]: ...
 
 
+@runtime_checkable
 class Family(Protocol):
     """What a model file exports."""
 

@@ -1,6 +1,6 @@
 """Llama 2 and SmolLM: RMSNorm, grouped-query attention with rope, SwiGLU, no biases."""
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -34,7 +34,7 @@ class Config(NamedTuple):
     dtype: np.dtype
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], dtype: np.dtype) -> Self:
+    def from_hf(cls, hf: dict[str, Any], dtype: np.dtype) -> "Config":
         """Reads a config as `loading.model_config.settle` leaves it. Raises UnsupportedModelError for a variant we do not run."""
         if hf["hidden_act"] != "silu":
             raise UnsupportedModelError(f"activation {hf['hidden_act']!r} is not supported; Llama files use 'silu'")

@@ -1,0 +1,83 @@
+"""What the engine's tests share: one start of the real model, one of a tiny one, and the folder of their compiled programs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
+from jaxpaged.start import Started, start_engine
+from tests.fakes import Bench, Canary, NarrowRunner, start_tiny
+from tests.text.vocabularies import byte_level
+from tests.tiny_model import write_tiny_llama
+
+REAL_BUCKETS = (4, 32, 128)
+
+
+@pytest.fixture(scope="session")
+def programs(request: pytest.FixtureRequest) -> Path:
+    """Folder of compiled programs; it outlives the run, so that a second one compiles nothing."""
+    cache = request.config.cache
+    assert cache is not None
+    return Path(cache.mkdir("programs"))
+
+
+@pytest.fixture(scope="session")
+def real(smollm2_path: Path, programs: Path) -> Iterator[Started]:
+    """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 128 tokens and 32 rows."""
+    config = Config(
+        model=ModelConfig(model=str(smollm2_path), max_model_len=512),
+        cache=CacheConfig(memory=192 * MIB),
+        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=REAL_BUCKETS[-1]),
+        compilation=CompilationConfig(token_buckets=REAL_BUCKETS, cache_dir=str(programs), max_parallel=2),
+        log=LogConfig(level="error"),
+    )
+    started = start_engine(config, [])
+    yield started
+    started.engine.close()
+
+
+@pytest.fixture(scope="session")
+def real_canary(real: Started) -> Canary:
+    """What the real model says at first, before any test has used it."""
+    return real_bench(real).canary
+
+
+def real_bench(real: Started, *, canary: Canary | None = None, enable_prefix_caching: bool = True, **narrow: int) -> Bench:
+    """An engine of its own over the real model's programs; `narrow` as for `NarrowRunner`."""
+    return Bench(
+        NarrowRunner(real.engine.runner, **narrow),
+        real.intake.tokenizer,
+        eos_token_ids=real.intake.eos_token_ids,
+        enable_prefix_caching=enable_prefix_caching,
+        canary=canary,
+        canary_prompt="Once upon a time",
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with 384 ids and a context of 512."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path, programs: Path) -> Iterator[Started]:
+    """The tiny Llama: 127 usable pages of 16 tokens, steps of up to 64 tokens and 8 rows."""
+    started = start_tiny(tiny_folder, programs=programs)
+    yield started
+    started.engine.close()
+
+
+def tiny_bench(tiny: Started, *, enable_prefix_caching: bool = True, **narrow: int) -> Bench:
+    """An engine of its own over the tiny model's programs; `narrow` as for `NarrowRunner`."""
+    runner, eos = NarrowRunner(tiny.engine.runner, **narrow), tiny.intake.eos_token_ids
+    return Bench(runner, tiny.intake.tokenizer, eos_token_ids=eos, enable_prefix_caching=enable_prefix_caching)
+
+
+@pytest.fixture(scope="session")
+def script_tokenizer():  # type: ignore[no-untyped-def]
+    """Ids 0-2 are control tokens (2 ends an answer), 3-258 the bytes, then some words."""
+    return byte_level()
