@@ -38,6 +38,7 @@ WHEEL_ONLY = ("--no-deps", "--only-binary", ":all:")
 _RAW_PROGRESS = re.compile(r"^Progress (\d+) of (\d+)$")
 _URL = re.compile(r"https?://[^\s,\"'`<>()]+")
 _REACHED = re.compile(r"^\s*(https?://\S+ \"GET .* HTTP/|Fetched page|Collecting |Downloading |Progress )")
+_PLACES = re.compile(r"^Looking in (?:indexes|links): (.+)$")
 _NO_CONNECTION = re.compile(
     r"connection broken by|failed to establish a new connection|connection refused|connection error|error sending request"
     r"|dns error|timed out|name or service not known|name resolution|network is unreachable|max retries exceeded"
@@ -80,7 +81,7 @@ def fetch_wheel(requirement: Requirement, work: Path, meter: Meter) -> Path:
         )
     environment = {**os.environ, **_uv_environment()}
     uv_pip = [uv, "tool", "run", "-v", "--python", sys.executable, "--from", f"pip>={MIN_PIP[0]}.{MIN_PIP[1]}", "pip"]
-    if ToolRun(Meter.silent()).wait([*uv_pip, "--version"], {**environment, "UV_HTTP_RETRIES": "0"}) == 0:
+    if ToolRun(Meter.silent(), suspect=_NO_CONNECTION).wait([*uv_pip, "--version"], {**environment, "UV_HTTP_RETRIES": "0"}) == 0:
         return _download(uv_pip, requirement, downloads, meter, environment)
     return _install(uv, requirement, work, meter, environment)
 
@@ -109,8 +110,10 @@ def find_uv() -> str | None:
 class ToolRun:
     """One run of pip or uv: follows its lines, draws its progress, and stops it when no index answers."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, *, suspect: re.Pattern[str] | None = None) -> None:
+        """`suspect`: a line that makes us look at once whether the index can be reached."""
         self.tail: deque[str] = deque(maxlen=60)
+        self._suspect = suspect
         self._meter = meter
         self._urls: dict[str, None] = {}
         self._is_reached = False
@@ -150,6 +153,7 @@ class ToolRun:
                 if line is None:
                     return process.wait()
                 self._follow(line.rstrip())
+                self._probe()
         finally:
             _end(process)
             reader.join(KILL_WAIT_S)
@@ -181,10 +185,13 @@ class ToolRun:
         self.tail.append(line)
         if self._is_reached:
             return
-        if _REACHED.match(line):
-            self._is_reached = True
-        else:
-            self._urls.update(dict.fromkeys(_URL.findall(line)))
+        places = _PLACES.match(line)
+        if _REACHED.match(line) or (places and any(not place.startswith("http") for place in places.group(1).split(", "))):
+            self._is_reached = True  # or a place on this machine may have it: then the tool's own patience counts
+            return
+        self._urls.update(dict.fromkeys(_URL.findall(line)))
+        if self._suspect is not None and self._suspect.search(line):
+            self._next_probe_s = 0.0
 
     def _probe(self) -> None:
         if self._is_reached or not self._urls or time.monotonic() < self._next_probe_s:
@@ -220,7 +227,7 @@ def _install(uv: str, requirement: Requirement, work: Path, meter: Meter, enviro
     folder, cache = work / "unpacked", work / "uv-cache"  # a cache of our own shows how far uv is, and leaves nothing behind
     cache.mkdir(parents=True, exist_ok=True)
     options = [*WHEEL_ONLY, "--no-progress", "--python", sys.executable, "--target", str(folder)]
-    run = ToolRun(Meter.silent())
+    run = ToolRun(Meter.silent(), suspect=_NO_CONNECTION)  # uv tries long, and takes nothing from elsewhere when an index is away
     with folder_growth(meter, cache):
         code = run.wait(
             [uv, "pip", "install", "-v", *options, str(requirement)], {**environment, "UV_CACHE_DIR": str(cache), "UV_NO_CACHE": "0"}
@@ -251,7 +258,7 @@ def _uv_environment() -> dict[str, str]:
 
 def _pip_settings() -> dict[str, str]:
     settings = {}
-    if _own_pip_version() is not None:
+    if _own_pip_version() is not None and not os.environ.get("PIP_INDEX_URL"):
         listed = subprocess.run(
             [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "config", "list"],
             capture_output=True,

@@ -45,6 +45,16 @@ def test_tool_that_waits_for_an_index_that_never_answers_is_stopped(monkeypatch:
     assert "secret" not in str(caught.value)
 
 
+def test_tool_that_may_find_it_on_this_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_index, "REACH_AFTER_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}/"
+    tool = (
+        f"import time; print('Looking in indexes: {closed}, file:///wheels', flush=True); print('* {closed}', flush=True); time.sleep(0.4)"
+    )
+    assert ToolRun(Meter.silent()).wait([sys.executable, "-c", tool], os.environ) == 0
+
+
 def test_tool_that_is_slow_to_find_a_reachable_index_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package_index, "REACH_AFTER_S", 0.05)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
