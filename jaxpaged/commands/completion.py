@@ -24,7 +24,9 @@ class Flag(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: Parser) -> None:
     """See `commands`."""
-    parser.add_argument("shell", choices=sorted(SCRIPTS), help="for which shell; source the output, or save it where the shell looks")
+    parser.add_argument(
+        "shell", metavar="SHELL", choices=sorted(SCRIPTS), help="for which shell; source the output, or save it where the shell looks"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

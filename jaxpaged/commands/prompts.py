@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -30,16 +29,13 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: list[Message] | None = None
 
 
-def read_prompts(
-    arguments: Sequence[str], file: str | None, *, has_line_prompts: bool, stdin: BinaryIO | None = None
-) -> list[PromptSource]:
+def read_prompts(arguments: Sequence[str], file: str | None, *, has_line_prompts: bool) -> list[PromptSource]:
     """The prompts, in order.
 
     Args:
         arguments: one prompt each.
         file: path, or `-` for standard input: one prompt (a last line end is not part of it); `.jsonl`: one a line.
         has_line_prompts: `file` or standard input holds one prompt a line; empty lines are left out.
-        stdin: standard input, for tests.
 
     Raises:
         ConfigError: no prompt, two sources, or a file that cannot be read.
@@ -50,10 +46,9 @@ def read_prompts(
     if arguments:
         return [PromptSource(text=_checked_text(argument, f"prompt {i}")) for i, argument in enumerate(arguments)]
     if file is None or file == "-":
-        source = sys.stdin.buffer if stdin is None else stdin
-        if file is None and source.isatty():
+        if file is None and sys.stdin.isatty():
             raise ConfigError("no prompt: give it as an argument, with --file, or on standard input")
-        data, name = source.read(), "standard input"
+        data, name = sys.stdin.buffer.read(), "standard input"
     else:
         try:
             data, name = Path(file).read_bytes(), file
