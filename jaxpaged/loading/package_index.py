@@ -117,6 +117,7 @@ class ToolRun:
         self._meter = meter
         self._urls: dict[str, None] = {}
         self._is_reached = False
+        self._has_other_places = False
         self._next_probe_s = time.monotonic() + REACH_AFTER_S
 
     def wait(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -185,16 +186,18 @@ class ToolRun:
         self.tail.append(line)
         if self._is_reached:
             return
-        places = _PLACES.match(line)
-        if _REACHED.match(line) or (places and any(not place.startswith("http") for place in places.group(1).split(", "))):
-            self._is_reached = True  # or a place on this machine may have it: then the tool's own patience counts
+        if _REACHED.match(line):
+            self._is_reached = True
             return
+        if places := _PLACES.match(line):
+            self._has_other_places |= any(not place.startswith("http") for place in places.group(1).split(", "))
         self._urls.update(dict.fromkeys(_URL.findall(line)))
         if self._suspect is not None and self._suspect.search(line):
             self._next_probe_s = 0.0
 
     def _probe(self) -> None:
-        if self._is_reached or not self._urls or time.monotonic() < self._next_probe_s:
+        # A folder on this machine may hold what an index that is away does not give: then the tool's own patience counts.
+        if self._is_reached or self._has_other_places or not self._urls or time.monotonic() < self._next_probe_s:
             return
         if not is_reachable(self._urls, REACH_TIMEOUT_S):
             raise self._no_connection("the download")

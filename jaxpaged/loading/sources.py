@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.errors import CheckpointError, ConfigError, ModelNotFoundError
+from jaxpaged.errors import CheckpointError, ConfigError, DownloadError, JaxpagedError, ModelNotFoundError
 from jaxpaged.loading.cache_folder import CachedModel, CacheFolder
 from jaxpaged.loading.derived_files import derived_for, derived_in
 from jaxpaged.loading.disk import disk_errors
@@ -64,7 +64,7 @@ def resolve(model: ModelConfig, *, progress: Progress | None = None) -> ModelFil
         ModelNotFoundError: nothing goes by that name; the nearest are offered.
         CheckpointError, UnsupportedModelError: what is there is no model we read.
         ConfigError: options that contradict the name.
-        DownloadError: it could not be fetched.
+        DownloadError: it could not be fetched, or would have to be and `model.offline` forbids it.
     """
     cache = CacheFolder()
     source = read_name(model.model, read_registry(), revision=model.revision, known=_pulled_names(cache))
@@ -72,6 +72,7 @@ def resolve(model: ModelConfig, *, progress: Progress | None = None) -> ModelFil
         raise ConfigError(f"load_format=safetensors, but {source.name} is a GGUF file", param="load_format")
     found = _find(source, cache, model.load_format)
     if found is None:
+        _require_online(source, model)
         found = _fetch(source, cache, model.load_format, model.hf_token, progress_on() if progress is None else progress)
     if model.load_format in ("gguf", "safetensors") and (found.kind == "gguf") != (model.load_format == "gguf"):
         raise ConfigError(f"load_format={model.load_format}, but {shown(model.model)} is not stored so", param="load_format")
@@ -158,7 +159,15 @@ def _find(source: Source, cache: CacheFolder, load_format: str) -> ModelFiles | 
     from jaxpaged.loading.hub import find_in_hub_cache
 
     snapshot = find_in_hub_cache(source.repo, source.revision)
-    return None if snapshot is None else _folder_files(source.name, snapshot, cache, load_format, source.wanted)
+    try:
+        return None if snapshot is None else _folder_files(source.name, snapshot, cache, load_format, source.wanted)
+    except JaxpagedError:  # not all of it is there, or other files of it than are wanted
+        return None
+
+
+def _require_online(source: Source, model: ModelConfig) -> None:
+    if model.offline:
+        raise DownloadError(f"{source.name} was never pulled, and offline is on; run `jaxpaged pull {source.name}` with a network first")
 
 
 def _fetch(
@@ -248,10 +257,13 @@ def _local_files(source: LocalSource, cache: CacheFolder, load_format: str) -> M
         return _folder_files(source.name, source.path, cache, load_format, None)
     if not source.path.is_file():
         raise CheckpointError(f"{shown(source.name)} is neither a file nor a folder")
-    if source.path.suffix.lower() != ".gguf":
+    try:
         with source.path.open("rb") as file:
-            if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-                raise CheckpointError(f"{shown(source.name)} is not a GGUF file; give a .gguf file, or the folder that has config.json")
+            is_gguf = file.read(len(GGUF_MAGIC)) == GGUF_MAGIC or source.path.suffix.lower() == ".gguf"
+    except OSError as error:
+        raise CheckpointError(f"cannot read {shown(source.name)}: {error.strerror}") from error
+    if not is_gguf:
+        raise CheckpointError(f"{shown(source.name)} is not a GGUF file; give a .gguf file, or the folder that has config.json")
     return ModelFiles(name=source.name, kind="gguf", path=source.path, tokenizer_path=None, cache_path=derived_for(source.path, cache.home))
 
 
@@ -270,17 +282,16 @@ def _resolve_tokenizer(text: str, model: ModelConfig, cache: CacheFolder, progre
     source = read_name(text, read_registry(), known=_pulled_names(cache))
     if isinstance(source, LocalSource):
         return source.path
-    found = cache.find(source.name)
-    if found is None and isinstance(source, HubSource):
-        name = f"{TOKENIZER_OF}{source.name}"
-        found = cache.find(name)
-        if found is None:
-            drawn = progress_on() if progress is None else progress
-            with disk_errors(cache.home), cache.lock(name):
-                found = cache.find(name) or _fetch_from_hub(source, name, cache, "auto", model.hf_token, drawn)
-    if found is None:
-        return _fetch(source, cache, "auto", model.hf_token, progress_on() if progress is None else progress).path
-    return found.path
+    name = f"{TOKENIZER_OF}{source.name}"
+    found = cache.find(source.name) or cache.find(name)
+    if found is not None:
+        return found.path
+    _require_online(source, model)
+    drawn = progress_on() if progress is None else progress
+    if not isinstance(source, HubSource):
+        return _fetch(source, cache, "auto", model.hf_token, drawn).path
+    with disk_errors(cache.home), cache.lock(name):
+        return (cache.find(name) or _fetch_from_hub(source, name, cache, "auto", model.hf_token, drawn)).path
 
 
 def _pulled_names(cache: CacheFolder) -> list[str]:

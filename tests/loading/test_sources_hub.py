@@ -166,6 +166,15 @@ def test_snapshot_of_the_hubs_own_cache_is_used_in_place(hub: Hub, tmp_path: Pat
         remove("org/name")
 
 
+def test_snapshot_without_the_file_that_is_wanted_is_passed_over(hub: Hub, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--many-GGUF" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "m-Q4_0.gguf").write_bytes(b"GGUF")
+    assert find("org/many-GGUF:Q4_0").path == snapshot / "m-Q4_0.gguf"
+    assert hub.requests == []
+    assert find("org/many-GGUF:Q8_0").path.is_relative_to(tmp_path / "home")
+
+
 def test_token_is_sent_and_never_shown(hub: Hub) -> None:
     hub.refused["org/name"] = (403, "GatedRepo")
     with pytest.raises(DownloadError, match="org/name is gated: accept its terms") as caught:

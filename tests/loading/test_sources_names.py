@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.errors import CheckpointError, ConfigError, JaxpagedError, ModelNotFoundError, UnsupportedModelError
+from jaxpaged.errors import CheckpointError, ConfigError, DownloadError, JaxpagedError, ModelNotFoundError, UnsupportedModelError
 from jaxpaged.loading import derived_files, pypi
 from jaxpaged.loading.cache_folder import CacheFolder, Staged, StoredFile, cache_home, safe_name
 from jaxpaged.loading.file_choice import choose_files
@@ -325,9 +325,18 @@ def test_load_format_that_the_model_does_not_have() -> None:
         find("smollm2-135m", load_format="safetensors")
 
 
+def test_offline_is_told_before_anything_is_asked() -> None:
+    with pytest.raises(DownloadError, match="smollm2-135m was never pulled, and offline is on; run `jaxpaged pull smollm2-135m`"):
+        find("smollm2-135m", offline=True)
+    with pytest.raises(DownloadError, match="org/name was never pulled"):
+        find("org/name", offline=True)
+
+
 def test_another_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "here" / "my.gguf").write_bytes(b"GGUF")
     folder = write_folder(tmp_path / "tokenizer", "tokenizer.json")
+    with pytest.raises(DownloadError, match="org/name was never pulled"):
+        find("my.gguf", tokenizer="org/name", offline=True)
     assert find("my.gguf", tokenizer=str(folder)).tokenizer_path == folder
     with pytest.raises(ModelNotFoundError, match="no file or folder './none'"):
         find("my.gguf", tokenizer="./none")

