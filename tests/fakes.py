@@ -358,7 +358,9 @@ def tiny_config(folder: Path, *, programs: Path, **changes: Any) -> Config:
     }
     kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "compilation": CompilationConfig}
     for name, value in changes.items():
-        section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__ and (section, name) != ("model", "dtype"))
+        section = next(
+            section for section, kind in kinds.items() if name in kind.__struct_fields__ and (section, name) != ("model", "dtype")
+        )
         sections[section][name] = value
     return Config(**{section: kind(**sections[section]) for section, kind in kinds.items()}, log=LogConfig(level="error"))
 
