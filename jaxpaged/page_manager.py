@@ -201,11 +201,7 @@ class PageManager:
         assert free | idle | used == set(range(1, self.num_pages)), "free, cached idle and in use do not cover the pool"
         assert len(free) + len(idle) + len(used) == self.num_usable, "a page is in two states"
         assert min(self._refs) >= 0, "a reference count is negative"
-        self._index.check()
-        for page in free:
-            assert self._index.digest(page) is None, f"free page {page} still has a digest"
-        for page in idle:
-            assert self._index.is_registered(page), f"idle page {page} cannot be found"
+        self._index.check(free, idle)
         if tables is not None:
             expected = [0] * self.num_pages
             for table in tables:

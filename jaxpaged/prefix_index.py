@@ -7,7 +7,7 @@ short: equal digests are taken as equal prefixes.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 UNSHARED = b""
 """Stands for the digest of a page that is full of tokens but may never be shared again; never equal to a real digest."""
@@ -88,7 +88,11 @@ class PrefixIndex:
             del self._page_of[digest]
         self._digest_of[page] = None
 
-    def check(self) -> None:
-        """Raises AssertionError unless the two maps agree."""
+    def check(self, free: Iterable[int], idle: Iterable[int]) -> None:
+        """Raises AssertionError unless the two maps agree, free pages have no digest, and idle ones are found by theirs."""
         for digest, page in self._page_of.items():
             assert self._digest_of[page] == digest, f"page {page} is registered for a prefix that it does not hold"
+        for page in free:
+            assert self._digest_of[page] is None, f"free page {page} still has a digest"
+        for page in idle:
+            assert self._page_of.get(self._digest_of[page] or UNSHARED) == page, f"idle page {page} cannot be found"

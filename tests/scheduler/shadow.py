@@ -106,13 +106,14 @@ class ShadowRunner:
         size, manager = self.page_manager.page_size, self.page_manager
         for row in step.rows:
             history = self.history(row.sequence)
-            assert len(row.sequence.pages) * size >= row.start + row.num_tokens, f"{row.sequence} has too few pages"
-            for position in range(row.start, row.start + row.num_tokens):
-                page = row.sequence.pages[position // size]
+            end, pages = row.start + row.num_tokens, row.sequence.pages
+            assert len(pages) * size >= end, f"{row.sequence} has too few pages"
+            for page in pages[row.start // size : (end - 1) // size + 1]:
                 assert page != 0, "page 0 was given out"
                 assert manager.ref_count(page) == 1, f"page {page} is written and shared"
                 assert not manager.is_shareable(page), f"page {page} is written, and a match could find it"
-                self.slots[page * size + position % size] = history[position]
+            for position in range(row.start, end):
+                self.slots[pages[position // size] * size + position % size] = history[position]
         ids = []
         for row in step.rows:
             end = row.start + row.num_tokens
@@ -183,12 +184,11 @@ class Simulation:
     def step(self, between: Callable[[], None] | None = None) -> ScheduledStep | None:
         """One engine step. `between` runs after the step was scheduled and before its results are taken in."""
         scheduler = self.scheduler
-        queue = list(scheduler.sequences)[scheduler.num_running :]
-        num_unfinished = len(scheduler.sequences)
+        unfinished = scheduler.sequences
+        queue = list(unfinished[scheduler.num_running :])
         step = scheduler.schedule()
-        assert len(scheduler.sequences) == num_unfinished, "a request was lost or doubled"
         if step is None:
-            assert num_unfinished == 0, "there are requests and nothing runs"
+            assert not unfinished, "there are requests and nothing runs"
             return None
         self._check_step(step)
         self._check_order(step, queue)
@@ -267,7 +267,8 @@ class Simulation:
         kept = running[: len(running) - len(step.preempted)]
         assert list(step.preempted) == running[len(kept) :][::-1], "another than the last admitted was preempted"
         self._admissions = [*kept, *step.admitted]
-        assert list(self.scheduler.sequences) == [*self._admissions, *reversed(step.preempted), *queue[len(step.admitted) :]]
+        expected = [*self._admissions, *reversed(step.preempted), *queue[len(step.admitted) :]]
+        assert list(self.scheduler.sequences) == expected, "a request was lost, or is not where it belongs"
 
     def _count(self, step: ScheduledStep) -> None:
         outcome = self.outcome
@@ -310,8 +311,7 @@ def simulate(seed: int) -> Outcome:
     num_added = 0
 
     def disturb() -> None:
-        unfinished = simulation.scheduler.sequences
-        if unfinished and rng.random() < abort_chance:
+        if rng.random() < abort_chance and (unfinished := simulation.scheduler.sequences):
             simulation.abort(rng.choice(unfinished).request_id)
         if rng.random() < reset_chance:
             simulation.pages.reset_prefix_cache()
@@ -338,7 +338,7 @@ def simulate(seed: int) -> Outcome:
         if step is None and not arrivals:
             break
         for sequence in simulation.scheduler.sequences:
-            if sequence.num_output_tokens and rng.random() < 0.01:
+            if rng.random() < 0.01 and sequence.num_output_tokens:
                 simulation.finish(sequence, "a stop string")
         if step is not None:
             simulation.outcome.trace.append((now, simulation.pages.num_free, simulation.pages.num_cached_idle))
