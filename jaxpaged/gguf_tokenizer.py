@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.gguf_pre_tokenizers import build_pre_tokenizer, find_pre_tokenizer
 from jaxpaged.loading.gguf_header import read_gguf_header
-from jaxpaged.tokenizer_files import StoredTokenizer, parse_tokenizer, set_bos_eos
+from jaxpaged.tokenizer_files import StoredTokenizer, parse_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _SPACE: Final = "\u2581"
@@ -125,11 +125,24 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> StoredTokenizer:
     bos, eos = _special_id(metadata, "bos", len(tokens)), _special_id(metadata, "eos", len(tokens))
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)) and bos is not None
     adds_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", adds_eos)) and eos is not None
-    set_bos_eos(tokenizer, bos if adds_bos else None, eos if adds_eos else None)
+    _set_bos_eos(tokenizer, bos if adds_bos else None, eos if adds_eos else None)
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError("the GGUF file's tokenizer.chat_template is not a string")
     return StoredTokenizer(tokenizer, bos, _end_ids(metadata, tokens, types, template), template)
+
+
+def _set_bos_eos(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+    # The names inside the template are ours: a token's own text may hold the template's separators.
+    pieces, special = ["$A:0"], []
+    if bos_id is not None:
+        pieces.insert(0, "bos:0")
+        special.append({"id": "bos", "ids": [bos_id], "tokens": [tokenizer.id_to_token(bos_id)]})
+    if eos_id is not None:
+        pieces.append("eos:0")
+        special.append({"id": "eos", "ids": [eos_id], "tokens": [tokenizer.id_to_token(eos_id)]})
+    pair = [piece.replace("$A", "$B").replace(":0", ":1") for piece in pieces]
+    tokenizer.post_processor = processors.TemplateProcessing(single=pieces, pair=[*pieces, *pair], special_tokens=special)
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

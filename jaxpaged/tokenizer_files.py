@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from jaxpaged.errors import CheckpointError
 
@@ -22,7 +22,8 @@ class StoredTokenizer(NamedTuple):
 def load_folder(folder: Path) -> StoredTokenizer:
     """The tokenizer in `folder`.
 
-    Where `tokenizer_config.json` says `add_bos_token` or `add_eos_token`, that wins over `tokenizer.json`, as in transformers.
+    Which tokens are put around a text is `tokenizer.json`'s business alone: as in transformers 5, `add_bos_token` and
+    `add_eos_token` of `tokenizer_config.json`, which used to say the same, are not asked.
 
     Raises:
         CheckpointError: a file is missing or malformed; the message names it.
@@ -39,9 +40,6 @@ def load_folder(folder: Path) -> StoredTokenizer:
     bos_token, eos_token = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
     bos = None if bos_token is None else backend.token_to_id(bos_token)
     eos = None if eos_token is None else backend.token_to_id(eos_token)
-    adds_bos, adds_eos = config.get("add_bos_token"), config.get("add_eos_token")
-    if adds_bos is not None or adds_eos is not None:
-        set_bos_eos(backend, bos if adds_bos else None, eos if adds_eos else None)
     return StoredTokenizer(backend, bos, () if eos is None else (eos,), _chat_template(folder, config))
 
 
@@ -55,20 +53,6 @@ def parse_tokenizer(content: bytes, path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def set_bos_eos(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
-    """Makes `encode(add_special_tokens=True)` put these ids first and last; None puts none."""
-    # The names inside the template are ours: a token's own text may hold the template's separators.
-    pieces, special = ["$A:0"], []
-    if bos_id is not None:
-        pieces.insert(0, "bos:0")
-        special.append({"id": "bos", "ids": [bos_id], "tokens": [tokenizer.id_to_token(bos_id)]})
-    if eos_id is not None:
-        pieces.append("eos:0")
-        special.append({"id": "eos", "ids": [eos_id], "tokens": [tokenizer.id_to_token(eos_id)]})
-    pair = [piece.replace("$A", "$B").replace(":0", ":1") for piece in pieces]
-    tokenizer.post_processor = processors.TemplateProcessing(single=pieces, pair=[*pieces, *pair], special_tokens=special)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
