@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
 from jaxpaged.start import Started, start_engine
+from jaxpaged.tokenizer import Tokenizer
 from tests.fakes import Bench, Canary, NarrowRunner, start_tiny
 from tests.text.vocabularies import byte_level
 from tests.tiny_model import write_tiny_llama
@@ -78,6 +80,14 @@ def tiny_bench(tiny: Started, *, enable_prefix_caching: bool = True, **narrow: i
 
 
 @pytest.fixture(scope="session")
-def script_tokenizer():  # type: ignore[no-untyped-def]
+def script_tokenizer() -> Tokenizer:
     """Ids 0-2 are control tokens (2 ends an answer), 3-258 the bytes, then some words."""
     return byte_level()
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """No run-time type checks: for what users hand in against the annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
