@@ -70,6 +70,7 @@ class Engine:
             max_model_len=limits.max_model_len,
         )
         self._answers: dict[str, Answer] = {}
+        self._outputs: list[RequestOutput] = []  # of the step that runs
         self._num_steps = 0
         self._fatal: str | None = None
         self._is_closed = False
@@ -124,35 +125,41 @@ class Engine:
         return self._end(answer)
 
     def step(self) -> list[RequestOutput]:
-        """One step of every request that fits: schedule, pack, run, update, detokenize, emit.
+        """One step of every request that fits.
 
         Returns:
             What is new, for requests whose `output_kind` asks for it.
 
         Raises:
-            EngineDeadError: the device failed; every unfinished request has ended with an error, and `drain_failed` gives them.
+            EngineDeadError: something failed that nothing can go on after; `drain_failed` ends every unfinished request.
         """
         self._check_alive()
+        try:
+            self._step()
+        except Exception as error:  # not the device's alone: after a bug of ours, too, nobody may wait for ever
+            self._die(error)
+            raise EngineDeadError(f"the engine stopped: {self._fatal}") from error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _step(self) -> None:
+        """Schedule, pack, run, update, detokenize, emit."""
         timer = _Timer(self.clocks.monotonic)
         step = self.scheduler.schedule()
         if step is None:
-            return []
+            return
         self._note_scheduled(step)
         schedule_s = timer.lap()
         num_tokens = sum(row.num_tokens for row in step.rows)
         layout = self.runner.layout_for(num_tokens)
         blob = pack(step.rows, layout, no_token=self.runner.vocab)
         pack_s = timer.lap()
-        try:
-            ids = self.runner.run(layout, blob)
-        except Exception as error:
-            self._die(error)
-            raise EngineDeadError(f"the engine stopped: {error}") from error
+        ids = self.runner.run(layout, blob)
         device_s = timer.lap()
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()
-        outputs = self._detokenize(step)
+        self._detokenize(step)
         detokenize_s = timer.lap()
         self._num_steps += 1
         num_decodes = sum(1 for row in step.rows if row.samples and row.start >= row.sequence.num_prompt_tokens)
@@ -183,14 +190,12 @@ class Engine:
         )
         if not self._answers:
             self.pages.check()
-        return outputs
 
     def drain_failed(self) -> list[RequestOutput]:
-        """After a fatal error: ends every unfinished request with it and returns their last outputs."""
-        outputs = []
+        """After a fatal error: ends every unfinished request with it and returns their last outputs, and those the failed step had made."""
+        outputs, self._outputs = self._outputs, []
         for answer in list(self._answers.values()):
-            answer.error = self._fatal
-            self.scheduler.finish(answer.sequence, FinishReason.ERROR)
+            self._fail(answer, self._fatal or "the engine stopped")
             outputs.append(self._end(answer))
         return outputs
 
@@ -247,11 +252,9 @@ class Engine:
         for row, token_id in zip(step.rows, ids, strict=False):
             if token_id == NO_ID and row.samples:
                 answer = self._answers[row.sequence.request_id]
-                answer.error = "the model gave no usable number for the next token (NaN, or every token is forbidden)"
-                self.scheduler.finish(row.sequence, FinishReason.ERROR)
+                self._fail(answer, "the model gave no usable number for the next token (NaN, or every token is forbidden)")
 
-    def _detokenize(self, step: ScheduledStep) -> list[RequestOutput]:
-        outputs = []
+    def _detokenize(self, step: ScheduledStep) -> None:
         now = self.clocks.monotonic()
         for row in step.rows:
             if not row.samples:
@@ -261,10 +264,9 @@ class Engine:
             if answer.error is None:
                 self._take_token(answer, now)
             if sequence.is_finished:
-                outputs.append(self._end(answer))
+                self._outputs.append(self._end(answer))
             elif answer.is_due():
-                outputs.append(answer.output())
-        return outputs
+                self._outputs.append(answer.output())
 
     def _take_token(self, answer: Answer, now: float) -> None:
         sequence = answer.sequence
@@ -275,11 +277,14 @@ class Engine:
         try:
             stop = answer.take_token()
         except Exception as error:  # a fault in one request's text must not reach the others
-            answer.error = f"the answer's text could not be made: {error}"
-            self.scheduler.finish(sequence, FinishReason.ERROR)
+            self._fail(answer, f"the answer's text could not be made: {error}")
             return
         if stop is not None:
             self.scheduler.finish(sequence, FinishReason.STOP, stop)
+
+    def _fail(self, answer: Answer, message: str) -> None:
+        answer.error = message
+        self.scheduler.finish(answer.sequence, FinishReason.ERROR)
 
     def _end(self, answer: Answer) -> RequestOutput:
         """The last output of a request whose sequence has finished."""
@@ -288,7 +293,11 @@ class Engine:
         now = self.clocks.monotonic()
         metrics = answer.metrics
         metrics.finished_s = now
-        output = answer.last_output()
+        try:
+            answer.finish_text()
+        except Exception as error:
+            self._fail(answer, f"the answer's text could not be made: {error}")
+        output = answer.output()
         assert sequence.finish_reason is not None
         self._emit(
             events.RequestFinished(
@@ -309,8 +318,8 @@ class Engine:
         return output
 
     def _die(self, error: Exception) -> None:
-        self._fatal = f"{type(error).__name__}: {error}"
-        self._emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=self._fatal))
+        self._fatal = str(error) or type(error).__name__
+        self._emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=f"{type(error).__name__}: {error}"))
 
     def _emit(self, event: events.Event) -> None:
         self._sink(event)
