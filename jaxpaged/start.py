@@ -77,7 +77,7 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
         on_compiled=on_compiled,
         before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
     )
-    eos_token_ids = frozenset(texts.eos_token_ids or tokenizer.eos_token_ids)
+    eos_token_ids = frozenset((*texts.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
     intake = Intake(
