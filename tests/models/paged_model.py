@@ -33,6 +33,12 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
     return load_model(config, resolve(config), is_gpu=False)[0]
 
 
+def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:
+    """The same weights under another config of the same shapes."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: loaded.family.Model(config)))
+    return loaded._replace(config=config, graphdef=graphdef)
+
+
 @functools.cache
 def step_program(graphdef: Any, treedef: Any, layout: BatchLayout) -> Any:
     """Jitted (params, cache, blob) -> (float32 logits of every token [tokens, vocab], cache); models of one config share it."""
