@@ -290,6 +290,11 @@ class Bench:
         self.engine.scheduler.check()
         return output
 
+    def evict(self) -> None:
+        """Preempts the request admitted last, as a step does that finds no page."""
+        self.engine.scheduler._preempt_last()
+        self.engine.scheduler.check()
+
     def run(self) -> None:
         """Steps until nothing is left."""
         for _ in range(MAX_STEPS):
