@@ -87,10 +87,11 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
         return False
     num_rows = checkpoint.shape(one)[0]
     try:
-        return all(
-            np.array_equal(*(checkpoint.read_rows(name, start, min(start + _COMPARED_ROWS, num_rows)) for name in (one, other)))
-            for start in range(0, num_rows, _COMPARED_ROWS)
-        )
+        for start in range(0, num_rows, _COMPARED_ROWS):
+            stop = min(start + _COMPARED_ROWS, num_rows)
+            if not np.array_equal(checkpoint.read_rows(one, start, stop), checkpoint.read_rows(other, start, stop)):
+                return False
+        return True
     finally:
         checkpoint.release(one)
         checkpoint.release(other)

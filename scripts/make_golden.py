@@ -227,9 +227,11 @@ def gguf_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
     parser.add_argument("--only", choices=("smollm2", "tiny"), help="make a part of the files")
     args = parser.parse_args()
+    if args.gguf is None and args.only != "tiny":
+        parser.error("name the GGUF file, or give --only tiny")
     torch.set_num_threads(1)  # sums in one order, however many cores there are
     GOLDEN.mkdir(exist_ok=True)
     with torch.inference_mode():

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FOLDER = Path(__file__).parent / "golden"
-TIE_MARGIN = 1e-4
-"""Where the two largest logits are nearer than this, rounding may choose either."""
 
 
 class GoldenPrompt(NamedTuple):

@@ -9,7 +9,8 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
 from jaxpaged.request import FinishReason
 from tests.engine.conftest import REAL_BUCKETS
-from tests.smollm2_golden import TIE_MARGIN, Golden, GoldenPrompt, read_golden
+from tests.equality import TIE_MARGIN
+from tests.smollm2_golden import Golden, GoldenPrompt, read_golden
 
 pytestmark = [pytest.mark.jax, pytest.mark.real]
 

@@ -9,6 +9,7 @@ import pytest
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from tests.models.cases import ROPE_STYLES, VARIANT_CASES, Case, golden_logits
 from tests.models.paged_model import PagedModel, load
+from tests.tiny_model import save_safetensors, write_tiny_gguf, write_tiny_llama
 
 pytestmark = pytest.mark.jax
 

@@ -71,18 +71,18 @@ ROUNDING = 2**-8 * 3**-0.5 * (3 / (8 * np.log(2))) ** 0.5
 """Root mean square of what rounding to bfloat16 changes a number by, of the number: an error spread evenly over half a spacing, 2**-8 of
 the leading power of two, for mantissas spread evenly in their logarithm."""
 
-ROUNDINGS_A_LAYER = 7 + 20
+ROUNDINGS_A_LAYER = 7 + 19
 """Matrices, and intermediate results: 2 x 2 of the norms, q, k, v, 2 of rope, the softmax, what attention sums, o, gate, silu, up, their
-product, down, 2 residual sums, and the 3 casts around the cache."""
+product, down, 2 residual sums."""
 
 
-def test_bfloat16_errs_as_much_as_its_roundings_and_keeps_the_first_choice(
+def test_bfloat16_errs_no_more_than_its_roundings_and_keeps_the_first_choice(
     smollm2_path: Path, logits: list[np.ndarray], golden: Golden
 ) -> None:
     """Independent errors add up as squares: relative to the spread of a row's logits, at most roundings ** 0.5 times the error of one.
 
-    Were sums or norms kept in bfloat16, or weights rounded twice, the error would be several times as large. The first choice can change
-    only where the margin is no larger than the error of a difference of two logits, of which four standard deviations are allowed.
+    Measured: half of that, as what a branch rounds is less than the residual stream it is added to. The first choice can change only where
+    the margin is no larger than the error of a difference of two logits, of which four standard deviations are allowed.
     """
     narrow = load(smollm2_path, "bfloat16")
     assert {str(leaf.dtype) for leaf in narrow.params} == {"bfloat16"}
