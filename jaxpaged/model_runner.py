@@ -1,5 +1,6 @@
 """Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -142,6 +143,8 @@ class ModelRunner:
         for array in (*self._model.params, *self._cache):
             array.delete()
         self.programs = {}
+        # jaxlib lets go of the host arrays that it took over without a copy at the next collection only.
+        gc.collect()
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(bucket, self.limits.rows_of(bucket), self._max_pages, self.page_size, self.num_pages)

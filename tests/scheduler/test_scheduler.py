@@ -1,55 +1,12 @@
-"""The scheduler's rules: who is let in, what a step holds, who loses pages, how a request ends."""
+"""The scheduler's rules: who is let in, what a step holds, who loses pages."""
 
 import pytest
 
 from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError, JaxpagedError, PoolTooSmallError
-from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason
-from jaxpaged.scheduler import ScheduledStep, Scheduler, Sequence, SequenceStatus
-from tests.scheduler.shadow import END_TOKENS, Simulation, make_request
-
-
-def make_scheduler(
-    num_usable: int = 64,
-    page_size: int = 4,
-    *,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 64,
-    max_model_len: int = 1000,
-    enable_prefix_caching: bool = True,
-) -> Scheduler:
-    return Scheduler(
-        PageManager(num_usable + 1, page_size, enable_prefix_caching),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-    )
-
-
-def add(scheduler: Scheduler, request_id: str, prompt: int | list[int], **params: object) -> Sequence:
-    """Queues a request; a number stands for a prompt of so many tokens, all its own."""
-    tokens = [hash_free_id(request_id)] * prompt if isinstance(prompt, int) else prompt
-    sequence = Sequence(make_request(request_id, tokens, **params))  # type: ignore[arg-type]
-    scheduler.add(sequence)
-    return sequence
-
-
-def hash_free_id(text: str) -> int:
-    return 100 + sum(text.encode())
-
-
-def step(scheduler: Scheduler, token_id: int = 1) -> ScheduledStep:
-    """One step in which every row samples `token_id`."""
-    scheduled = scheduler.schedule()
-    assert scheduled is not None
-    scheduler.update(scheduled, [token_id] * len(scheduled.rows))
-    scheduler.check()
-    return scheduled
-
-
-def rows_of(scheduled: ScheduledStep) -> list[tuple[str, int, int, bool]]:
-    return [(row.sequence.request_id, row.start, row.num_tokens, row.samples) for row in scheduled.rows]
-
+from jaxpaged.scheduler import SequenceStatus
+from tests.scheduler.shadow import Simulation, make_request
+from tests.scheduler.steps import add, fill_two, make_scheduler, rows_of, step
 
 # The door
 
@@ -218,16 +175,6 @@ def test_admission_looks_at_the_pages_that_running_prompts_still_need() -> None:
 # Preemption
 
 
-def fill_two(scheduler: Scheduler) -> tuple[Sequence, Sequence]:
-    """Two sequences of 8 computed tokens in a pool of 4 pages of 4, both about to need a page that is not there."""
-    a = add(scheduler, "a", 7, max_tokens=5)
-    b = add(scheduler, "b", 7, max_tokens=5)
-    step(scheduler)
-    step(scheduler)
-    assert (a.num_computed_tokens, b.num_computed_tokens) == (8, 8)
-    return a, b
-
-
 def test_the_last_admitted_loses_its_pages_and_goes_to_the_front() -> None:
     scheduler = make_scheduler(num_usable=4, page_size=4)
     a, b = fill_two(scheduler)
@@ -290,146 +237,3 @@ def test_two_prompts_that_hold_every_page_between_them_do_not_wait_for_each_othe
     scheduled = step(scheduler)
     assert scheduled.preempted == (b,)
     assert rows_of(scheduled) == [("a", 8, 8, False)]
-
-
-# How a request ends
-
-
-def test_end_tokens_stop_unless_ignored() -> None:
-    """O-20 and O-51: any of several end tokens ends the answer; ignore_eos covers them all; min_tokens passes them by."""
-    for end_token in END_TOKENS:
-        scheduler = make_scheduler()
-        stops = add(scheduler, "stops", 3, max_tokens=10)
-        ignores = add(scheduler, "ignores", 3, max_tokens=10, ignore_eos=True)
-        waits = add(scheduler, "waits", 3, max_tokens=10, min_tokens=5)
-        for number in range(1, 11):
-            if scheduler.num_running or number == 1:
-                step(scheduler, end_token if number in (3, 7) else 1)
-        assert (stops.finish_reason, stops.stop_reason, stops.output_token_ids) == (FinishReason.STOP, None, [1, 1, end_token])
-        assert (ignores.finish_reason, ignores.num_output_tokens) == (FinishReason.LENGTH, 10)
-        assert (waits.finish_reason, waits.num_output_tokens) == (FinishReason.STOP, 7)
-
-
-def test_stop_token_ids_name_what_stopped() -> None:
-    scheduler = make_scheduler()
-    plain = add(scheduler, "plain", 3, stop_token_ids=(5,))
-    ignores = add(scheduler, "ignores", 3, stop_token_ids=(5, 7), ignore_eos=True)
-    both = add(scheduler, "both", 3, stop_token_ids=(7,))
-    step(scheduler, 7)
-    assert (ignores.finish_reason, ignores.stop_reason) == (FinishReason.STOP, 7)
-    assert (both.finish_reason, both.stop_reason) == (FinishReason.STOP, None)
-    assert plain.finish_reason is FinishReason.STOP
-    scheduler = make_scheduler()
-    plain = add(scheduler, "plain", 3, stop_token_ids=(5,))
-    step(scheduler, 5)
-    assert (plain.finish_reason, plain.stop_reason, plain.output_token_ids) == (FinishReason.STOP, 5, [5])
-
-
-def test_an_end_token_is_looked_at_before_the_length() -> None:
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", 3, max_tokens=1)
-    step(scheduler, 7)
-    assert sequence.finish_reason is FinishReason.STOP
-
-
-def test_no_end_tokens_at_all() -> None:
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", 3, max_tokens=4, eos_token_ids=frozenset())
-    for token_id in (7, 8, 7, 8):
-        step(scheduler, token_id)
-    assert (sequence.finish_reason, sequence.output_token_ids) == (FinishReason.LENGTH, [7, 8, 7, 8])
-
-
-def test_finished_come_back_in_the_order_of_rows_and_their_pages_can_be_found() -> None:
-    scheduler = make_scheduler(page_size=4)
-    sequences = [add(scheduler, request_id, 8, max_tokens=1) for request_id in "abc"]
-    scheduled = scheduler.schedule()
-    assert scheduled is not None
-    assert scheduler.update(scheduled, [1, 2, 3]) == sequences
-    assert [sequence.num_pages_freed for sequence in sequences] == [2, 2, 2]
-    # Even of an answer of one step: the same prompt again finds all but the page of its last token.
-    again = add(scheduler, "again", sequences[0].token_ids[:8])
-    step(scheduler)
-    assert again.num_cached_tokens == 4
-
-
-def test_the_next_turn_of_a_chat_finds_the_turn_before() -> None:
-    scheduler = make_scheduler(page_size=4)
-    first = add(scheduler, "first", 10, max_tokens=8)
-    while not first.is_finished:
-        step(scheduler)
-    second = add(scheduler, "second", [*first.token_ids, 5, 5, 5])
-    scheduled = step(scheduler)
-    # 17 tokens of the first turn were computed (its last never is): 4 whole pages.
-    assert second.num_cached_tokens == 16
-    assert (scheduled.prefix_queries_tokens, scheduled.prefix_hits_tokens) == (21, 16)
-
-
-def test_a_failed_sequence_leaves_nothing_to_be_found() -> None:
-    scheduler = make_scheduler(page_size=4, max_num_batched_tokens=8)
-    sequence = add(scheduler, "a", 8)
-    scheduled = scheduler.schedule()
-    assert scheduled is not None
-    scheduler.finish(sequence, FinishReason.ERROR)
-    assert scheduler.update(scheduled, [1]) == []
-    scheduler.check()
-    assert scheduler._pages.num_free == 64
-
-
-def test_stop_string_ends_a_running_sequence_and_beats_length() -> None:
-    scheduler = make_scheduler()
-    running = add(scheduler, "running", 3, max_tokens=5)
-    full = add(scheduler, "full", 3, max_tokens=1)
-    step(scheduler)
-    scheduler.finish(running, FinishReason.STOP, "END")
-    scheduler.finish(full, FinishReason.STOP, "END")
-    for sequence in (running, full):
-        assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.STOP, "END")
-    scheduler.finish(full, FinishReason.ABORT)
-    assert full.finish_reason is FinishReason.STOP
-    scheduler.check()
-    assert scheduler._pages.num_in_use == 0
-
-
-@pytest.mark.parametrize("state", ["waiting", "chunk", "decoding", "preempted", "scheduled", "finished"])
-def test_pages_come_back_exactly_once_whatever_the_state(state: str) -> None:
-    """O-40."""
-    scheduler = make_scheduler(num_usable=4, page_size=4, max_num_batched_tokens=16)
-    if state == "preempted":
-        _, sequence = fill_two(scheduler)
-        step(scheduler)
-        assert sequence.status is SequenceStatus.PREEMPTED
-        scheduler.abort("a")
-    else:
-        sequence = add(scheduler, "b", 7, max_tokens=1 if state == "finished" else 8)
-        if state == "chunk":
-            scheduler.max_num_batched_tokens = 5
-        if state != "waiting":
-            step(scheduler)
-    scheduled = scheduler.schedule() if state == "scheduled" else None
-    aborted = scheduler.abort("b")
-    if state == "finished":
-        assert aborted is None
-    else:
-        assert aborted is sequence
-        assert sequence.finish_reason is FinishReason.ABORT
-        assert scheduler.abort("b") is None
-    if scheduled is not None:
-        num_tokens = len(sequence.token_ids)
-        assert scheduler.update(scheduled, [1]) == []
-        assert len(sequence.token_ids) == num_tokens
-    scheduler.check()
-    assert scheduler._pages.num_in_use == 0
-    assert scheduler.sequences == ()
-
-
-def test_abort_of_an_unknown_id_is_none() -> None:
-    assert make_scheduler().abort("nobody") is None
-
-
-def test_a_leak_is_an_error_and_not_a_wait_for_ever() -> None:
-    scheduler = make_scheduler(num_usable=4, page_size=4)
-    scheduler._pages.allocate(3)
-    add(scheduler, "a", 8)
-    with pytest.raises(AssertionError, match="3 pages are in use by nobody"):
-        scheduler.schedule()
