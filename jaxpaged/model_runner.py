@@ -1,6 +1,5 @@
 """Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
 
-import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -11,6 +10,7 @@ from flax import nnx
 
 from jaxpaged.batch import BatchLayout, pack, unpack
 from jaxpaged.config import CacheConfig
+from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
@@ -143,8 +143,7 @@ class ModelRunner:
         for array in (*self._model.params, *self._cache):
             array.delete()
         self.programs = {}
-        # jaxlib lets go of the host arrays that it took over without a copy at the next collection only.
-        gc.collect()
+        return_freed_memory()
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(bucket, self.limits.rows_of(bucket), self._max_pages, self.page_size, self.num_pages)
