@@ -99,7 +99,7 @@ class ModelRunner:
             temporary_bytes=scratch,
         )
         if fits_context:
-            fitting = min(limits.max_model_len, (self.num_pages - 1) * cache.page_size + 1)
+            fitting = min(limits.max_model_len, (self.num_pages - 1) * cache.page_size)
             self.limits = limits._replace(max_model_len=fitting)
             self._max_pages = -(-fitting // cache.page_size)
         self._cache = make_cache(self.cache_shape, self.num_pages)

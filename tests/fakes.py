@@ -353,19 +353,17 @@ class Bench:
                 self.last[output.request_id] = output
 
 
-def tiny_config(folder: Path, *, programs: Path, **changes: Any) -> Config:
-    """Options of a small, quick engine; `changes` are fields of the sections cache, scheduler, model and compilation by name."""
+def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **changes: Any) -> Config:
+    """Options of a small, quick engine; `changes` are fields of the sections by name, `dtype` and `cache_dtype` of model and cache."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"model": str(folder)},
-        "cache": {"memory": 1 * MIB},
+        "cache": {"memory": 1 * MIB, "dtype": cache_dtype},
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         "compilation": {"token_buckets": (4, 16, 64), "cache_dir": str(programs), "max_parallel": 2},
     }
     kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "compilation": CompilationConfig}
     for name, value in changes.items():
-        section = next(
-            section for section, kind in kinds.items() if name in kind.__struct_fields__ and (section, name) != ("model", "dtype")
-        )
+        section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__)
         sections[section][name] = value
     return Config(**{section: kind(**sections[section]) for section, kind in kinds.items()}, log=LogConfig(level="error"))
 
