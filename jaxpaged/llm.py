@@ -45,6 +45,8 @@ class LLM:
         if sinks is None:
             self._own_sinks = open_own_sinks(self.config, is_quiet=config is None)
         self._metrics = EngineMetrics()
+        # A step serves every open request, not only those of the call that makes it: the others' outputs wait here.
+        self._mail: dict[str, list[RequestOutput]] = {}
         try:
             # JAX is imported here, after the limits of the process are set.
             from jaxpaged.start import start_engine
@@ -120,18 +122,23 @@ class LLM:
             InvalidRequestError: a bad prompt or parameter, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
+        mail: list[RequestOutput] = []
         with self._lock:
             request = self._intake.request(prompt, params, arrival_s=time.monotonic())
             self._engine.add(request)
+            self._mail[request.request_id] = mail
         try:
             while True:
                 with self._lock:
-                    outputs = [output for output in self._step() if output.request_id == request.request_id]
+                    if not mail:
+                        self._step()
+                    outputs, mail[:] = list(mail), []
                 yield from outputs
                 if any(output.finished for output in outputs):
                     return
         finally:
             with self._lock:
+                del self._mail[request.request_id]
                 self._engine.abort(request.request_id)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -192,27 +199,34 @@ class LLM:
         bar = _progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
         waiting = dict(requests)
         num_tokens, begun = 0, time.monotonic()
+        mail: list[RequestOutput] = []
+        self._mail |= dict.fromkeys(requests, mail)
         try:
             while waiting:
-                for output in self._step():
-                    if (index := waiting.pop(output.request_id, None)) is None:
-                        continue
-                    outputs[index] = output
+                self._step()
+                for output in mail:
+                    outputs[waiting.pop(output.request_id)] = output
                     num_tokens += len(output.outputs[0].token_ids)
-                    if bar is not None:
-                        bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
+                if mail and bar is not None:
+                    bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
+                mail.clear()
         finally:
+            for request_id in requests:
+                del self._mail[request_id]
             for request_id in waiting:
                 self._engine.abort(request_id)
             if bar is not None:
                 bar(None, 0.0)
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         try:
-            return self._engine.step()
+            outputs = self._engine.step()
         except EngineDeadError:
             self._engine.drain_failed()
             raise
+        for output in outputs:
+            if (mail := self._mail.get(output.request_id)) is not None:
+                mail.append(output)
 
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:
