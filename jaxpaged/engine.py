@@ -137,7 +137,7 @@ class Engine:
         try:
             self._step()
         except Exception as error:  # not the device's alone: after a bug of ours, too, nobody may wait for ever
-            self._die(error)
+            self.die(error)
             raise EngineDeadError(f"the engine stopped: {self._fatal}") from error
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -190,6 +190,12 @@ class Engine:
         )
         if not self._answers:
             self.pages.check()
+
+    def die(self, error: Exception) -> None:
+        """Stops the engine for good: a step failed, or whoever drives it did. A second call does nothing."""
+        if self._fatal is None:
+            self._fatal = str(error) or type(error).__name__
+            self._emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=f"{type(error).__name__}: {error}"))
 
     def drain_failed(self) -> list[RequestOutput]:
         """After a fatal error: ends every unfinished request with it and returns their last outputs, and those the failed step had made."""
@@ -316,10 +322,6 @@ class Engine:
             )
         )
         return output
-
-    def _die(self, error: Exception) -> None:
-        self._fatal = str(error) or type(error).__name__
-        self._emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=f"{type(error).__name__}: {error}"))
 
     def _emit(self, event: events.Event) -> None:
         self._sink(event)
