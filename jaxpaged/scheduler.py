@@ -175,6 +175,7 @@ class Scheduler:
                 self._schedule_chunks(partial, draft)
             self._admission.admit(draft)
         if not draft.ones and not draft.chunks:
+            assert not draft.preempted, "a sequence lost its pages and nobody got them"
             return None
         step = draft.step()
         self._in_flight.append(step)
