@@ -81,10 +81,33 @@ class CacheConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much runs in one step."""
+    """How much runs in one step, who goes first, and how long anybody waits."""
 
     max_num_seqs: Annotated[int | None, _doc("sequences per step at most; none: 32 on CPU, 256 on GPU", ge=1, le=4096)] = None
     max_num_batched_tokens: Annotated[int | None, _doc("tokens per step at most; none: 512 on CPU, 2048 on GPU", ge=1, le=65536)] = None
+    reserve_pages: Annotated[
+        int | None, _doc("pages left free for requests of a higher priority than the default; none: 1 % of the pool", ge=0)
+    ] = None
+    ageing_s: Annotated[
+        float, _doc("seconds of waiting that count as much as one class of priority, so that nothing waits for ever", gt=0, le=1e6)
+    ] = 60.0
+    target_ttft_s: Annotated[
+        float | None,
+        _doc("seconds to a first token; prompts get no more of a step than this needs, so that answers beside them flow; none: off", gt=0),
+    ] = None
+    target_itl_s: Annotated[float | None, _doc("seconds between two tokens of an answer; goes before target_ttft_s; none: off", gt=0)] = (
+        None
+    )
+    max_num_queued_requests: Annotated[
+        int | None, _doc("requests that may wait; the next one is refused with 429; none: no limit", ge=1)
+    ] = None
+    max_num_queued_tokens: Annotated[
+        int | None, _doc("prompt tokens that may wait; an empty queue takes any request; none: no limit", ge=1)
+    ] = None
+    queue_timeout_s: Annotated[
+        float | None, _doc("seconds after which a request that has not been started is given up; none: never", gt=0)
+    ] = None
+    request_timeout_s: Annotated[float | None, _doc("seconds after which a request ends with what it has so far; none: never", gt=0)] = None
 
 
 class CompilationConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,6 +193,8 @@ ALIASES: dict[str, str] = {
     "gpu_memory_utilization": "cache.gpu_memory_utilization",
     "max_num_seqs": "scheduler.max_num_seqs",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "max_num_queued_reqs": "scheduler.max_num_queued_requests",
+    "max_num_queued_tokens": "scheduler.max_num_queued_tokens",
     "enforce_eager": "compilation.enforce_eager",
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "max_logprobs": "sampling.max_logprobs",

@@ -68,6 +68,7 @@ class Engine:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
+            clock=clocks.monotonic,
         )
         self._answers: dict[str, Answer] = {}
         self._outputs: list[RequestOutput] = []  # of the step that runs

@@ -36,6 +36,13 @@ class PoolTooSmallError(InvalidRequestError):
     code = "kv_pool_exceeded"
 
 
+class QueueFullError(JaxpagedError):
+    """Too much waits already; the same request may be accepted a little later."""
+
+    code = "queue_full"
+    http_status = 429
+
+
 class ConfigError(JaxpagedError, ValueError):
     """An option, YAML key, flag or environment variable is unknown, malformed, out of range or contradicts another."""
 

@@ -18,6 +18,10 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 1_000_000
+MAX_CACHE_SALT_CHARS = 128
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Odd, so that the samples of a request get distinct seeds however many they are."""
 
 
 class FinishReason(enum.StrEnum):
@@ -164,7 +168,16 @@ def _check_ids(name: str, ids: Any, limit: int) -> None:
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt on its way to the engine. `params` are resolved: no None among temperature, top_p, top_k, min_p."""
+    """One prompt on its way to the engine. `params` are resolved: no None among temperature, top_p, top_k, min_p.
+
+    Raises InvalidRequestError for a priority or a salt that is not acceptable.
+
+    Attributes:
+        priority: lower goes first; within one priority first come, first served.
+        cache_salt: only requests with the same salt share cached pages; at most 128 characters.
+        sample_group: requests with the same name here are samples of one prompt, which wait for each other so as to share
+            its pages (see `samples_of`).
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -173,6 +186,38 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float
     prompt: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    cache_salt: str | None = None
+    sample_group: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.priority.__class__ is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {_show(self.priority)}", param="priority"
+            )
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
+            raise InvalidRequestError(
+                f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters, got {_show(salt)}", param="cache_salt"
+            )
+
+
+def samples_of(request: Request, n: int) -> list[Request]:
+    """The `n` requests that answer `request` `n` times: ids "X#0" to "X#n-1", random streams of their own, one sample group.
+
+    The first keeps the request's seed, so that its answer is that of the request with n = 1.
+    """
+    params = msgspec.structs.replace(request.params, n=1)
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}#{index}",
+            params=params,
+            seed=(request.seed + index * SEED_STRIDE) % (MAX_SEED + 1),
+            sample_group=request.request_id,
+        )
+        for index in range(n)
+    ]
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):

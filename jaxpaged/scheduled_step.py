@@ -6,12 +6,30 @@ from jaxpaged.sequence import Sequence
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, eq=False):
-    """Tokens `start` to `start + num_tokens` of one sequence. `samples`: the last of them is the last known, so a new id comes out."""
+    """Tokens `start` to `start + num_tokens` of one sequence.
+
+    Attributes:
+        sequence: whose tokens.
+        num_tokens: how many.
+        start: position of the first.
+        samples: the last of them is the sequence's last, so a new id comes out, and goes into the slot.
+        slot: the sequence's slot on the device.
+        takes_from_slot: its one token is an id that the host does not know yet: the one that the device last put into the slot.
+        epoch: the sequence's admission that the row belongs to; another one has begun if the sequence's is larger.
+    """
 
     sequence: Sequence
     num_tokens: int
     start: int
     samples: bool
+    slot: int
+    takes_from_slot: bool
+    epoch: int
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether `Scheduler.update` will take in the row: its sequence has not ended, nor been admitted again, since."""
+        return self.sequence.epoch == self.epoch and not self.sequence.is_finished
 
 
 class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
@@ -19,11 +37,12 @@ class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         rows: what to compute.
-        admitted: sequences that got pages in this step, in order; each has a row, whose `start` is its prefix hit in tokens.
+        admitted: sequences that got a slot in this step, in order; each has a row, whose `start` is its prefix hit in tokens.
         preempted: sequences that lost their pages, in the order in which they did.
         decision: for people, why so many were admitted ("admitted 3 of 9: pages").
         prefix_queries_tokens: prompt tokens looked up in the prefix cache, at first admissions.
         prefix_hits_tokens: how many of them were found.
+        prefill_recompute_tokens: tokens of the rows that had been computed before a preemption took them away.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -32,3 +51,4 @@ class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
     decision: str
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    prefill_recompute_tokens: int = 0

@@ -1,28 +1,45 @@
-"""What runs in the next step: token budget, admission, chunks of prompts, preemption.
+"""What runs in the next step: token budget, chunks of prompts, preemption; and what its results change.
 
-One step is chosen in three passes, and nothing in a later pass takes from an earlier one:
+One step is chosen in four passes, and nothing in a later pass takes from an earlier one:
 
+    0. a waiting request of strictly higher priority takes the place of running ones, if the last step had no room for it
     1. one token for each running sequence that has one to compute (decoding, or the last token of a prompt)
-    2. chunks of the prompts that are running, oldest first, as far as the token budget and the pages go
-    3. waiting requests, first come first served, while tokens, rows and pages last
+    2. chunks of the prompts that are running, in the order of the queue, as far as the token budget and the pages go
+    3. waiting requests, in the order of the queue, while tokens, slots and pages last (`admission`)
 
-Pages are allocated for the tokens of the step and no more. When pass 1 finds none, the sequence that was admitted last
-loses its pages, goes to the front of the queue and is recomputed later, through the prefix cache. A request is admitted
-only when the pages for all its known tokens, and for those of every running sequence, and one token more of each, are
-there: so admission never causes a preemption in the next step, and a preempted request waits until another has ended.
-That bounds how often a request can be preempted: by the number of those admitted before it.
+Pages are allocated for the tokens of the step and no more. When pass 1 finds none, the sequence of the lowest priority that
+was admitted last loses its pages, goes back to its place in the queue and is recomputed later, through the prefix cache. One
+that has lost them twice comes back only when all the pages that it can ever need are there and kept for it, and never loses
+them again: so every request is preempted at most twice.
+
+Steps may be scheduled ahead of their results. `schedule` advances its sequences at once, as the device will; an id that is
+not known yet is pending, and the device takes it from the sequence's slot. `update` makes ids known, in the order of steps.
+Whatever a sequence gives up (pages, slot) may be given out again at once, since the device runs steps in order.
 """
 
-from collections import OrderedDict
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
-from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError, PoolTooSmallError
+from jaxpaged.admission import Admission
+from jaxpaged.admission_limits import AdmissionLimits, Deadlines
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason
+from jaxpaged.running_set import RunningSet
+from jaxpaged.sample_groups import SampleGroups
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
-from jaxpaged.sequence import Sequence, SequenceStatus
+from jaxpaged.sequence import NO_SLOT, Sequence, SequenceStatus
+from jaxpaged.step_budget import StepBudget
+from jaxpaged.step_draft import StepDraft
+from jaxpaged.waiting_queue import WaitingQueue
 
 __all__ = ["ScheduledRow", "ScheduledStep", "Scheduler", "Sequence", "SequenceStatus"]
+
+DEFAULT_POLICY = SchedulerConfig()
+_QUEUE_KEY = attrgetter("queue_key")
 
 
 class Scheduler:
@@ -33,37 +50,74 @@ class Scheduler:
         max_num_seqs: rows of a step at most (never more than the token budget, so that every running row can go on).
         max_num_batched_tokens: tokens of a step at most.
         max_model_len: tokens of prompt and answer at most.
+        clock: monotonic seconds.
+        policy: priorities, targets and limits of the queue; its sizes of a step are not looked at.
+        token_buckets: token counts that steps are padded to, if they are: a step costs what its bucket costs.
 
     Raises:
-        ConfigError: a limit is not positive.
+        ConfigError: a limit is not positive, or contradicts another.
     """
 
-    def __init__(self, page_manager: PageManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        page_manager: PageManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        clock: Callable[[], float],
+        policy: SchedulerConfig = DEFAULT_POLICY,
+        token_buckets: tuple[int, ...] = (),
+    ) -> None:
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len}
         for name, limit in limits.items():
             if limit < 1:
                 raise ConfigError(f"{name} must be at least 1, got {limit}", param=name)
         self._pages = page_manager
+        self._clock = clock
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: list[Sequence] = []  # in order of admission
+        self._limits = AdmissionLimits(page_manager, policy, max_model_len)
+        self._deadlines = Deadlines(policy)
+        self._budget = StepBudget(policy, max_num_batched_tokens, token_buckets)
+        self._queue = WaitingQueue(policy.ageing_s)
+        self._samples = SampleGroups(page_manager)
+        self._running = RunningSet(page_manager, self.max_num_seqs)
+        self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget)
+        self._unfinished: dict[str, Sequence] = {}
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._is_paused = False
 
     @property
     def num_waiting(self) -> int:
         """Requests without pages, preempted ones included."""
-        return len(self._waiting)
+        return len(self._queue) + len(self._samples)
 
     @property
     def num_running(self) -> int:
         """Requests with pages."""
-        return len(self._running)
+        return len(self._running.sequences)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and are not taken in yet."""
+        return len(self._in_flight)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """All unfinished sequences: running ones in order of admission, then waiting ones in order of the queue."""
-        return (*self._running, *self._waiting.values())
+        """All unfinished sequences: running ones (best priority first, then in order of admission), then the queue in order."""
+        return (*self._running.sequences, *self._queue, *self._samples.held)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is scheduled until `resume`."""
+        return self._is_paused
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When, by the clock, `expire` may next have something to end; None without time limits."""
+        return self._deadlines.next_s
 
     def check_fits(self, num_prompt: int) -> None:
         """Checks that a prompt of `num_prompt` tokens can ever run.
@@ -73,66 +127,66 @@ class Scheduler:
             ContextLengthError: the prompt leaves no room for an answer in the context.
             PoolTooSmallError: the prompt and one token can never fit in the page pool.
         """
-        pool, num_usable = self._pages, self._pages.num_usable
-        if num_prompt == 0:
-            raise InvalidRequestError("The prompt is empty: give at least one token", param="prompt")
-        if num_prompt >= self.max_model_len:
-            raise ContextLengthError(
-                f"The prompt has {num_prompt} tokens and the context {self.max_model_len}, which leaves no room for an answer: "
-                f"shorten the prompt to at most {self.max_model_len - 1} tokens",
-                param="prompt",
-            )
-        if pool.pages_for(num_prompt + 1) > num_usable:
-            raise PoolTooSmallError(
-                f"The prompt has {num_prompt} tokens and needs {pool.pages_for(num_prompt + 1)} pages with the first token of the answer, "
-                f"and the page pool has {num_usable} pages of {pool.page_size} tokens: shorten the prompt to at most "
-                f"{num_usable * pool.page_size - 1} tokens or give the pool more memory (--cache.memory)",
-                param="prompt",
-            )
+        self._limits.check_fits(num_prompt)
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue and sets its `max_total_tokens`.
+        """Puts a new sequence into the queue, behind all of its priority, and sets its `max_total_tokens`.
 
         An answer may be cut short by the context, or by a pool that it would fill alone; either ends it with LENGTH.
 
         Raises:
             InvalidRequestError: the request id is in use, or the prompt can never run (see `check_fits`).
+            QueueFullError: too much waits already.
         """
-        pool, num_prompt, num_usable = self._pages, sequence.num_prompt_tokens, self._pages.num_usable
-        self.check_fits(num_prompt)
-        if any(sequence.request_id == other.request_id for other in self._running) or sequence.request_id in self._waiting:
+        self.check_fits(sequence.num_prompt_tokens)
+        if sequence.request_id in self._unfinished:
             raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
-        max_tokens = sequence.request.params.max_tokens
-        # The last token of an answer is never computed, so it needs no place in the pool.
-        sequence.max_total_tokens = min(
-            self.max_model_len,
-            num_usable * pool.page_size + 1,
-            self.max_model_len if max_tokens is None else num_prompt + max_tokens,
-        )
-        self._waiting[sequence.request_id] = sequence
+        num_waiting_tokens = self._queue.num_prompt_tokens + sum(held.num_prompt_tokens for held in self._samples.held)
+        self._limits.check_queue(sequence.num_prompt_tokens, self.num_waiting, num_waiting_tokens)
+        sequence.max_total_tokens = self._limits.max_total_tokens(sequence)
+        sequence.tables = self._pages.empty_tables()
+        self._unfinished[sequence.request_id] = sequence
+        self._queue.place(sequence, self._clock())
+        self._deadlines.add(sequence)
+        if not self._samples.holds(sequence):
+            self._queue.add(sequence)
 
     def schedule(self) -> ScheduledStep | None:
-        """Chooses the next step and allocates its pages; None when there is nothing to run.
+        """Chooses the next step and allocates its pages, as if all earlier steps had run.
 
-        The page tables are as the step needs them; `num_computed_tokens` moves on in `update`.
+        Returns:
+            None when there is nothing to run, or nothing before `update` has taken in a step that is in flight.
         """
-        ones: list[ScheduledRow] = []
-        chunks: list[ScheduledRow] = []
-        preempted: list[Sequence] = []
-        partial = self._schedule_one_token_rows(ones, preempted)
-        budget = self._schedule_chunks(partial, self.max_num_batched_tokens - len(ones), chunks)
-        while not ones and not chunks and self._running:
-            # Prompts in progress hold every page between them.
-            preempted.append(self._preempt_last())
-            budget = self._schedule_chunks(partial, self.max_num_batched_tokens, chunks)
-        step = self._admit(ones, chunks, preempted, budget)
-        return step if step.rows else None
+        if self._is_paused:
+            return None
+        draft = StepDraft()
+        displacer = self._admission.displace(draft, self._preempt)
+        partial = self._schedule_one_token_rows(draft)
+        if partial or len(self._queue):
+            draft.budget = self._prompt_budget(partial, len(draft.ones))
+            partial.sort(key=_QUEUE_KEY)
+            if displacer in partial:
+                partial.remove(displacer)
+                partial.insert(0, displacer)
+            self._schedule_chunks(partial, draft)
+            while partial and not draft.ones and not draft.chunks and not self._in_flight and (victim := self._running.victim()):
+                # Prompts in progress hold every page between them.
+                self._preempt(victim, draft)
+                self._schedule_chunks(partial, draft)
+            self._admission.admit(draft)
+        if not draft.ones and not draft.chunks:
+            assert not draft.preempted, "a sequence lost its pages and nobody got them"
+            return None
+        step = draft.step()
+        self._in_flight.append(step)
+        return step
 
     def update(self, step: ScheduledStep, token_ids: SequenceOf[int]) -> list[Sequence]:
-        """Takes in what a step computed: sampled ids, ends, pages that have filled up.
+        """Takes in what a step computed: sampled ids, ends, pages that have filled up. Once for every step, in their order.
 
         Whole pages of known ids become findable, those of a sequence that ends here too, before it lets go of them.
-        A sequence that was aborted after `schedule` is passed over.
+        Rows of sequences that have ended since `schedule` are passed over, and so is what they were admitted for before a
+        preemption; an id that was on its way at a preemption is taken in, and only then may its sequence come back.
 
         Args:
             step: what `schedule` returned.
@@ -140,24 +194,34 @@ class Scheduler:
 
         Returns:
             Sequences that ended in this step, in the order of rows. Their pages are given back.
+
+        Raises:
+            AssertionError: an earlier step has not been taken in.
         """
+        if not self._in_flight or self._in_flight.popleft() is not step:
+            raise AssertionError("steps must be taken in once each, in the order in which they were scheduled")
         finished = []
-        page_size = self._pages.page_size
+        full: list[Sequence] = []
+        page_size, running = self._pages.page_size, SequenceStatus.RUNNING
         for row, token_id in zip(step.rows, token_ids, strict=True):
             sequence = row.sequence
-            if sequence.status is not SequenceStatus.RUNNING:
+            if sequence.epoch != row.epoch or sequence.finish_reason is not None:
                 continue
             end = row.start + row.num_tokens
-            sequence.num_computed_tokens = end
-            if row.samples and sequence.append(token_id):
-                finished.append(sequence)
-                continue
-            if row.start // page_size != end // page_size:
+            if sequence.status is running:
+                sequence.num_confirmed_tokens = end
+                if row.start // page_size != end // page_size:
+                    full.append(sequence)
+            if row.samples:
+                sequence.num_pending_ids -= 1
+                if sequence.append(token_id):
+                    finished.append(sequence)
+        for sequence in finished:
+            self._admission.lengths.record(sequence.num_output_tokens)
+            self._end(sequence, commit=True)
+        for sequence in full:
+            if not sequence.is_finished:
                 self._commit(sequence)
-        if finished:
-            for sequence in finished:
-                self._release(sequence, commit=True)
-            self._running = [sequence for sequence in self._running if not sequence.is_finished]
         return finished
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -173,165 +237,156 @@ class Scheduler:
             ):
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-        else:
-            del self._waiting[sequence.request_id]
-        sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if reason is FinishReason.STOP:
+            self._admission.lengths.record(sequence.num_output_tokens)
         # What a failed step wrote is not to be found by others.
-        self._release(sequence, commit=reason is not FinishReason.ERROR)
+        self._end(sequence, commit=reason is not FinishReason.ERROR)
 
     def abort(self, request_id: str) -> Sequence | None:
         """Ends a request in whatever state it is. None when no such request is unfinished."""
-        sequence = self._waiting.get(request_id)
-        if sequence is None:
-            sequence = next((other for other in self._running if other.request_id == request_id), None)
+        sequence = self._unfinished.get(request_id)
         if sequence is not None:
             self.finish(sequence, FinishReason.ABORT)
         return sequence
 
+    def expire(self) -> list[Sequence]:
+        """Ends requests whose time limit is over, with ABORT, and says why in their `message`; the engine asks before each step."""
+        expired = []
+        for sequence, message in self._deadlines.expired(self._clock()):
+            sequence.message = message
+            self.finish(sequence, FinishReason.ABORT)
+            expired.append(sequence)
+        return expired
+
+    def observe(self, step: ScheduledStep, seconds: float) -> None:
+        """Tells how long a step took, so that later ones keep `target_itl_s` and `target_ttft_s`."""
+        self._budget.observe(sum(row.num_tokens for row in step.rows), seconds)
+
+    def pause(self) -> None:
+        """Schedules nothing until `resume`; running sequences keep their pages, requests may be added and aborted."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._is_paused = False
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached pages; what unfinished sequences have computed so far is never shared either."""
+        self._pages.reset_prefix_cache()
+
     def check(self) -> None:
         """Verifies the books between steps: queues, page tables, reference counts. Raises AssertionError naming what is wrong."""
-        pages = self._pages
-        pages.check([sequence.pages for sequence in self._running])
-        assert len(self._running) <= self.max_num_seqs, "more sequences run than rows fit in a step"
-        for sequence in self._running:
+        pages, running = self._pages, self._running
+        pages.check([table for sequence in running.sequences for table in sequence.tables])
+        running.check()
+        for sequence in running.sequences:
             assert sequence.status is SequenceStatus.RUNNING, f"{sequence} is among the running"
-            assert len(sequence.pages) == pages.pages_for(sequence.num_computed_tokens), f"{sequence} has the wrong number of pages"
-            assert 0 < sequence.num_computed_tokens < len(sequence.token_ids), f"{sequence} has nothing to compute"
-        for request_id, sequence in self._waiting.items():
-            assert sequence.request_id == request_id
+            for group, table in zip(pages.groups, sequence.tables, strict=True):
+                assert len(table) == pages.pages_for(sequence.num_computed_tokens), f"{sequence} has the wrong number of pages"
+                first = group.first_page(sequence.num_computed_tokens, pages.page_size)
+                assert all(table[first:]), f"{sequence} has given back a page that it still sees"
+            assert 0 < sequence.num_computed_tokens < sequence.num_tokens, f"{sequence} has nothing to compute"
+            assert sequence.num_confirmed_tokens <= sequence.num_computed_tokens
+            assert sequence.num_tokens <= sequence.max_total_tokens, f"{sequence} is too long"
+        waiting = [*self._queue, *self._samples.held]
+        for sequence in waiting:
             assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED), f"{sequence} is in the queue"
-            assert not sequence.pages, f"{sequence} waits and has pages"
+            assert not any(sequence.tables), f"{sequence} waits and has pages"
+            assert sequence.slot == NO_SLOT, f"{sequence} waits and has a slot"
             assert sequence.num_computed_tokens == 0, f"{sequence} waits and has computed tokens"
+        assert sorted(self._unfinished) == sorted(sequence.request_id for sequence in self.sequences), "a sequence is lost"
+        if not self._in_flight:
+            assert not any(sequence.num_pending_ids for sequence in self.sequences), "an id is pending and no step is in flight"
 
-    def _schedule_one_token_rows(self, ones: list[ScheduledRow], preempted: list[Sequence]) -> list[Sequence]:
+    def _schedule_one_token_rows(self, draft: StepDraft) -> list[Sequence]:
         """Pass 1; returns the running sequences that have more than one token to compute."""
         partial = []
-        page_size = self._pages.page_size
-        running = self._running
-        index = 0
-        # Preemption shortens the list from its end, never before `index`.
-        while index < len(running):
-            sequence = running[index]
-            index += 1
-            start = sequence.num_computed_tokens
-            if len(sequence.token_ids) - start > 1:
+        page_size, has_windows = self._pages.page_size, bool(self._pages.arithmetic.windows)
+        ones, take = draft.ones, draft.take
+        # A copy: whoever is preempted on the way comes later in it than the one it is preempted for.
+        for sequence in tuple(self._running.sequences):
+            if sequence.slot == NO_SLOT:
+                continue
+            num_pending, start = sequence.num_pending_ids, sequence.num_computed_tokens
+            num_tokens = len(sequence.token_ids) + num_pending
+            if num_tokens - start > 1:
                 partial.append(sequence)
-            elif start < len(sequence.pages) * page_size or self._allocate_by_force(sequence, preempted):
-                ones.append(ScheduledRow(sequence, 1, start, True))
+                continue
+            if num_pending and (num_tokens >= sequence.max_total_tokens or sequence.needs_host):
+                # Its last id is on its way, or nothing can be said before it is here.
+                continue
+            if has_windows:
+                self._running.slide_windows(sequence)
+            if start < len(sequence.tables[0]) * page_size or self._grow_by_force(sequence, draft):
+                take(sequence, 1, ones)
         return partial
 
-    def _allocate_by_force(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """One page more for `sequence`, at the cost of the last admitted ones; False when that is `sequence` itself."""
-        while (pages := self._pages.allocate(1)) is None:
-            victim = self._preempt_last()
-            preempted.append(victim)
+    def _grow_by_force(self, sequence: Sequence, draft: StepDraft) -> bool:
+        """Room for one token more, at the cost of those admitted last; False when it has to wait, or to go, itself."""
+        running, num_pages = self._running, len(sequence.tables)
+        while self._pages.num_available - running.kept_pages(sequence) < num_pages:
+            victim = running.victim()
+            assert victim is not None, f"{sequence} has no page and nobody may lose any"
+            if self._in_flight and (victim is sequence or any(other.num_tokens >= other.max_total_tokens for other in running.sequences)):
+                # Pages are about to come back.
+                return False
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
-        sequence.pages += pages
-        return True
+        return self._pages.grow(sequence.tables, sequence.num_computed_tokens + 1)
 
-    def _preempt_last(self) -> Sequence:
-        """Takes the pages of the sequence admitted last. Its full pages are in the prefix cache already, since `update` commits at once."""
-        victim = self._running.pop()
+    def _preempt(self, victim: Sequence, draft: StepDraft) -> None:
+        """Takes the pages of a running sequence. Its whole pages are in the prefix cache already, since `update` commits at once."""
         victim.num_lost_tokens = victim.num_computed_tokens
-        self._release(victim, commit=False)
-        victim.num_computed_tokens = 0
+        victim.num_once_computed = max(victim.num_once_computed, victim.num_computed_tokens)
+        self._running.leave(victim, commit=False)
+        victim.num_computed_tokens = victim.num_confirmed_tokens = 0
         victim.num_preemptions += 1
         victim.status = SequenceStatus.PREEMPTED
-        self._waiting[victim.request_id] = victim
-        self._waiting.move_to_end(victim.request_id, last=False)
-        return victim
+        self._queue.add(victim)
+        draft.preempted.append(victim)
 
-    def _schedule_chunks(self, partial: list[Sequence], budget: int, chunks: list[ScheduledRow]) -> int:
-        """Pass 2: chunks as long as budget and pages allow, preempting nobody; returns the budget that is left."""
+    def _prompt_budget(self, partial: list[Sequence], num_ones: int) -> int:
+        if not self._budget.has_target:
+            return self.max_num_batched_tokens - num_ones
+        backlog = self._queue.num_prompt_tokens + sum(sequence.num_uncomputed_tokens for sequence in partial)
+        first = [sequence for sequence in partial if not sequence.num_output_tokens]
+        if len(self._queue):
+            first.append(self._queue.first())
+        oldest_s = self._clock() - min(sequence.queued_s for sequence in first) if first else None
+        return self._budget.prompt_tokens(num_ones, backlog, oldest_s)
+
+    def _schedule_chunks(self, partial: list[Sequence], draft: StepDraft) -> None:
+        """Pass 2: chunks as long as budget and pages allow, preempting nobody."""
         for sequence in partial:
-            if budget == 0:
+            if draft.budget == 0:
                 break
-            if sequence.status is not SequenceStatus.RUNNING:
+            if sequence.slot == NO_SLOT:
                 continue
-            start = sequence.num_computed_tokens
-            room = (len(sequence.pages) + self._pages.num_available) * self._pages.page_size - start
-            num_tokens = min(sequence.num_pending_tokens, budget, room)
+            self._running.slide_windows(sequence)
+            num_tokens = self._running.fitting_tokens(sequence, min(sequence.num_uncomputed_tokens, draft.budget))
             if num_tokens > 0:
-                chunks.append(self._chunk(sequence, num_tokens))
-                budget -= num_tokens
-        return budget
-
-    def _chunk(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
-        start = sequence.num_computed_tokens
-        pages = self._pages.allocate(self._pages.pages_for(start + num_tokens) - len(sequence.pages))
-        if pages is None:
-            raise AssertionError(f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago")
-        sequence.pages += pages
-        return ScheduledRow(sequence, num_tokens, start, start + num_tokens == len(sequence.token_ids))
-
-    def _admit(self, ones: list[ScheduledRow], chunks: list[ScheduledRow], preempted: list[Sequence], budget: int) -> ScheduledStep:
-        """Pass 3, and the step it completes."""
-        admitted: list[Sequence] = []
-        num_waiting = len(self._waiting)
-        queries = hits = 0
-        reason = "preemption" if preempted else ""
-        # Pages that running sequences will need for what they have to compute already, and one token more of each.
-        promised = sum(self._num_pages_wanted(sequence) for sequence in self._running) if self._waiting and not preempted else 0
-        while self._waiting and not reason:
-            sequence = next(iter(self._waiting.values()))
-            if len(self._running) == self.max_num_seqs:
-                reason = "rows"
-            elif budget == 0:
-                reason = "tokens"
-            elif not self._take_cached_pages(sequence, promised):
-                if not self._running:
-                    raise AssertionError(f"{sequence} does not fit in an idle engine: {self._pages.num_in_use} pages are in use by nobody")
-                reason = "pages"
-            else:
-                if sequence.status is SequenceStatus.WAITING and self._pages.enable_prefix_caching:
-                    sequence.num_cached_tokens = sequence.num_computed_tokens
-                    queries += sequence.num_prompt_tokens
-                    hits += sequence.num_cached_tokens
-                del self._waiting[sequence.request_id]
-                sequence.status = SequenceStatus.RUNNING
-                self._running.append(sequence)
-                admitted.append(sequence)
-                row = self._chunk(sequence, min(sequence.num_pending_tokens, budget))
-                chunks.append(row)
-                budget -= row.num_tokens
-                promised += self._num_pages_wanted(sequence)
-        decision = ""
-        if num_waiting:
-            decision = f"admitted {len(admitted)} of {num_waiting}" + (f": {reason}" if reason else "")
-        ones += [row for row in chunks if row.num_tokens == 1]
-        rows = (*ones, *(row for row in chunks if row.num_tokens > 1))
-        return ScheduledStep(rows, tuple(admitted), tuple(preempted), decision, queries, hits)
-
-    def _num_pages_wanted(self, sequence: Sequence) -> int:
-        """Pages to come for the known tokens of `sequence` and the next one.
-
-        For each time that it was preempted it is expected to go on for as long as its answer is by now, so that it is
-        not readmitted only to be preempted again.
-        """
-        num_tokens = len(sequence.token_ids) + 1 + sequence.num_preemptions * sequence.num_output_tokens
-        # The last token of an answer is never computed.
-        return self._pages.pages_for(min(num_tokens, sequence.max_total_tokens - 1)) - len(sequence.pages)
-
-    def _take_cached_pages(self, sequence: Sequence, promised: int) -> bool:
-        """Gives a waiting sequence its cached prefix, if the pages that it wants beyond are there; else changes nothing."""
-        sequence.pages = self._pages.match(sequence.token_ids, digests=sequence.page_digests)
-        if self._num_pages_wanted(sequence) > self._pages.num_available - promised:
-            self._pages.release(sequence.pages)
-            sequence.pages = []
-            return False
-        sequence.num_computed_tokens = len(sequence.pages) * self._pages.page_size
-        return True
+                is_grown = self._pages.grow(sequence.tables, sequence.num_computed_tokens + num_tokens)
+                assert is_grown, f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago"
+                draft.take_chunk(sequence, num_tokens)
 
     def _commit(self, sequence: Sequence) -> None:
-        self._pages.commit(sequence.token_ids, sequence.pages, sequence.num_computed_tokens, digests=sequence.page_digests)
+        self._pages.commit(sequence.token_ids, sequence.tables, sequence.num_confirmed_tokens, sequence.prefix)
+        if sequence.num_confirmed_tokens <= sequence.num_prompt_tokens:
+            # A page of a prompt is what others may be waiting for.
+            self._running.version += 1
+            for follower in self._samples.freed_by_progress(sequence):
+                self._queue.add(follower)
 
-    def _release(self, sequence: Sequence, *, commit: bool) -> None:
-        if commit:
-            self._commit(sequence)
-        self._pages.release(sequence.pages)
-        sequence.num_pages_freed = len(sequence.pages)
-        sequence.pages = []
+    def _end(self, sequence: Sequence, *, commit: bool) -> None:
+        """Takes a sequence with a `finish_reason` out of wherever it is."""
+        if sequence.slot != NO_SLOT:
+            self._running.leave(sequence, commit=commit)
+        elif sequence in self._queue:
+            self._queue.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.num_pending_ids = 0
+        del self._unfinished[sequence.request_id]
+        for follower in self._samples.freed_by_end(sequence):
+            self._queue.add(follower)

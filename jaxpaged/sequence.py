@@ -2,11 +2,15 @@
 
 import enum
 
+from jaxpaged.kv_groups import PageTables
+from jaxpaged.prefix_index import PrefixChain
 from jaxpaged.request import FinishReason, Request
+
+NO_SLOT = -1
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is. Only a running one owns pages."""
+    """Where a sequence is. Only a running one owns pages and a slot."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -15,43 +19,68 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """One request's state, changed by the scheduler alone.
+    """One request's state, changed by the scheduler alone (`needs_host` by whoever knows).
+
+    Steps are scheduled before the results of earlier ones are known, so there are two views of a sequence. The device's:
+    `num_tokens` tokens, of which `num_computed_tokens` are computed once every scheduled step has run. The host's:
+    `token_ids`, of which `num_confirmed_tokens` are computed by steps that have come back.
 
     Attributes:
         request: what was asked for.
         request_id: the request's.
-        token_ids: prompt and answer so far; only ever grows.
+        token_ids: prompt and answer as far as they are known; only ever grows.
         num_prompt_tokens: how many of them are the prompt.
-        num_computed_tokens: how many have their keys and values in `pages`.
-        pages: page table, in order.
+        num_pending_ids: ids that scheduled steps sample and that are not known yet; they follow `token_ids`.
+        num_computed_tokens: how many have their keys and values in the pages, or will have by the next step.
+        num_confirmed_tokens: how many of them were computed by steps that `Scheduler.update` has taken in.
+        tables: one page table per KV group.
+        prefix: its place in the prefix cache.
+        slot: its place in the device's state, 0 to max_num_seqs - 1; -1 without one.
+        epoch: number of its last admission, counted over all sequences; 0 before the first.
+        needs_host: it is not scheduled again before its last id is known (a grammar mask is made from it).
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_hit_pages: pages found in the prefix cache at the last admission.
         num_preemptions: how often its pages were taken away.
         status: waiting, running, preempted (waiting again) or finished.
         finish_reason: why it ended.
         stop_reason: the stop string or stop token id that ended it; None for an end token.
+        message: what to tell whoever asked, if it was ended for a reason of the engine (a time limit).
         max_total_tokens: tokens of prompt and answer at most; set by `Scheduler.add`.
         stop_ids: token ids that end it.
-        page_digests: digests of its first pages, as far as they were needed (the page manager's memo).
         num_pages_freed: pages given back by the last preemption or at the end.
         num_lost_tokens: computed tokens given up by the last preemption.
+        num_once_computed: the most tokens that it ever had computed before a preemption.
+        queued_s: when it was added, by the scheduler's clock.
+        queue_key: its place in the queue (see `waiting_queue`).
     """
 
     __slots__ = (
+        "epoch",
         "finish_reason",
         "max_total_tokens",
+        "message",
+        "needs_host",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_confirmed_tokens",
+        "num_hit_pages",
         "num_lost_tokens",
+        "num_once_computed",
         "num_pages_freed",
+        "num_pending_ids",
         "num_preemptions",
         "num_prompt_tokens",
-        "page_digests",
-        "pages",
+        "prefix",
+        "priority",
+        "queue_key",
+        "queued_s",
         "request",
         "request_id",
+        "slot",
         "status",
         "stop_ids",
         "stop_reason",
+        "tables",
         "token_ids",
     )
 
@@ -59,35 +88,56 @@ class Sequence:
         params = request.params
         self.request = request
         self.request_id = request.request_id
+        self.priority = request.priority
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.num_pending_ids = 0
         self.num_computed_tokens = 0
-        self.pages: list[int] = []
+        self.num_confirmed_tokens = 0
+        self.tables: PageTables = ([],)
+        self.prefix = PrefixChain(request.cache_salt)
+        self.slot = NO_SLOT
+        self.epoch = 0
+        self.needs_host = False
         self.num_cached_tokens = 0
+        self.num_hit_pages = 0
         self.num_preemptions = 0
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self.message: str | None = None
         self.max_total_tokens = 0
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else request.eos_token_ids)
-        self.page_digests: list[bytes] = []
         self.num_pages_freed = 0
         self.num_lost_tokens = 0
+        self.num_once_computed = 0
+        self.queued_s = 0.0
+        self.queue_key: tuple[float, int] = (0.0, 0)
+
+    @property
+    def pages(self) -> list[int]:
+        """The page table of the first KV group, which is the only one of a uniform model."""
+        return self.tables[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, those not known yet included."""
+        return len(self.token_ids) + self.num_pending_ids
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer so far, an end token included."""
+        """Known tokens of the answer so far, an end token included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The answer so far, as a new list."""
+        """The answer as far as it is known, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def num_pending_tokens(self) -> int:
-        """Known tokens that are not computed yet; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that no step has been scheduled for; 1 while decoding."""
+        return len(self.token_ids) + self.num_pending_ids - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -97,8 +147,8 @@ class Sequence:
     def append(self, token_id: int) -> bool:
         """Takes the next token of the answer; whether it ends the answer. An end token is looked at before the length."""
         self.token_ids.append(token_id)
-        params = self.request.params
-        if token_id in self.stop_ids and self.num_output_tokens >= params.min_tokens:
+        if token_id in self.stop_ids and self.num_output_tokens >= self.request.params.min_tokens:
+            params = self.request.params
             self.finish_reason = FinishReason.STOP
             is_end_token = token_id in self.request.eos_token_ids and not params.ignore_eos
             self.stop_reason = None if is_end_token else token_id
@@ -110,5 +160,5 @@ class Sequence:
         return True
 
     def __repr__(self) -> str:
-        tokens = f"{self.num_computed_tokens}/{len(self.token_ids)} tokens"
-        return f"Sequence({self.request_id!r}, {self.status.value}, {tokens}, pages {self.pages})"
+        known = f"{len(self.token_ids)}+{self.num_pending_ids}" if self.num_pending_ids else f"{len(self.token_ids)}"
+        return f"Sequence({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{known} tokens, tables {self.tables})"

@@ -60,9 +60,9 @@ def rows_of(spans: list[tuple[int, int]], page_size: int) -> list[ScheduledRow]:
         request = Request(request_id=str(index), prompt_token_ids=[7] * total, params=params, seed=0, arrival_s=0.0)
         sequence = Sequence(request)
         num_pages = -(-total // page_size)
-        sequence.pages = list(range(next_page, next_page + num_pages))
+        sequence.tables = (list(range(next_page, next_page + num_pages)),)
         next_page += num_pages
-        rows.append(ScheduledRow(sequence, num_tokens, total - num_tokens, True))
+        rows.append(ScheduledRow(sequence, num_tokens, total - num_tokens, True, slot=index, takes_from_slot=False, epoch=0))
     return rows
 
 

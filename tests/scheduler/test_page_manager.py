@@ -7,25 +7,39 @@ import pytest
 
 from jaxpaged import prefix_index
 from jaxpaged.errors import ConfigError
+from jaxpaged.kv_groups import FULL, KVGroup, PageTables
 from jaxpaged.page_manager import PageManager
-from jaxpaged.prefix_index import page_digest, root_digest
+from jaxpaged.prefix_index import PrefixChain, page_digest, root_digest
+
+
+def grown(manager: PageManager, num_tokens: int) -> PageTables:
+    """Page tables of their own for `num_tokens` tokens."""
+    tables = manager.empty_tables()
+    assert manager.grow(tables, num_tokens)
+    return tables
 
 
 def cache_tokens(manager: PageManager, token_ids: list[int], salt: str | None = None) -> list[int]:
     """Computes and commits `token_ids` from nothing and lets them go; returns the pages."""
-    pages = manager.allocate(manager.pages_for(len(token_ids)))
-    assert pages is not None
-    manager.commit(token_ids, pages, len(token_ids), salt=salt)
-    manager.release(pages)
+    tables = grown(manager, len(token_ids))
+    manager.commit(token_ids, tables, len(token_ids), fresh(manager, salt))
+    manager.release(tables)
     manager.check([])
-    return pages
+    return tables[0]
+
+
+def fresh(manager: PageManager, salt: str | None = None) -> PrefixChain:
+    """The place in the cache of a sequence that was matched just now and found nothing."""
+    prefix = PrefixChain(salt)
+    manager.match([0], prefix)
+    return prefix
 
 
 def hit_tokens(manager: PageManager, token_ids: list[int], salt: str | None = None) -> int:
     """How many of `token_ids` a match finds; leaves no reference behind."""
-    pages = manager.match(token_ids, salt=salt)
-    manager.release(pages)
-    return len(pages) * manager.page_size
+    tables = manager.match(token_ids, PrefixChain(salt))
+    manager.release(tables)
+    return len(tables[0]) * manager.page_size
 
 
 def test_page_zero_is_never_given_out() -> None:
@@ -60,10 +74,10 @@ def test_release_of_a_page_that_nobody_uses_raises() -> None:
     manager = PageManager(4, 4)
     pages = manager.allocate(2)
     assert pages is not None
-    manager.release(pages)
-    for page in (*pages, 0):
+    manager.release((pages,))
+    for page in pages:
         with pytest.raises(AssertionError, match=f"page {page} was released"):
-            manager.release([page])
+            manager.release(([page],))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +110,12 @@ def test_hit_length(page_size: int, num_cached: int, num_tokens: int, num_hit: i
 def test_match_takes_references() -> None:
     manager = PageManager(6, 2)
     pages = cache_tokens(manager, [1, 2, 3, 4, 5])
-    first = manager.match([1, 2, 3, 4, 5])
-    second = manager.match([1, 2, 9])
-    assert (first, second) == (pages[:2], pages[:1])
-    manager.check([first, second])
+    first = manager.match([1, 2, 3, 4, 5], PrefixChain())
+    second = manager.match([1, 2, 9], PrefixChain())
+    assert (first, second) == ((pages[:2],), (pages[:1],))
+    manager.check([*first, *second])
     assert (manager.num_in_use, manager.num_cached_idle) == (2, 0)
+    assert (manager.num_sole_pages(first), manager.num_sole_pages(second)) == (1, 0)
     manager.release(first)
     assert manager.ref_count(pages[0]) == 1
     manager.release(second)
@@ -134,7 +149,7 @@ def test_least_recently_released_is_recycled_first_and_leaves_before_their_paren
     for _ in range(6):
         pages = manager.allocate(manager.num_free + 1)
         assert pages is not None
-        manager.release(pages)
+        manager.release((pages,))
         # Looked at on a twin, since a match would make pages young again.
         hits.append((sum(manager.is_shareable(page) for page in (1, 2, 3)), sum(manager.is_shareable(page) for page in (4, 5, 6))))
     assert hits == [(2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
@@ -145,9 +160,7 @@ def test_a_match_makes_pages_young_again() -> None:
     cache_tokens(manager, [1, 2])
     cache_tokens(manager, [3, 4])
     assert hit_tokens(manager, [1, 2, 0]) == 2
-    pages = manager.allocate(2)
-    assert pages is not None
-    manager.release(pages)
+    manager.release(grown(manager, 2))
     assert hit_tokens(manager, [1, 2, 0]) == 2
     assert hit_tokens(manager, [3, 4, 0]) == 0
 
@@ -155,22 +168,20 @@ def test_a_match_makes_pages_young_again() -> None:
 def test_recycled_page_is_forgotten_at_once() -> None:
     manager = PageManager(3, 2)
     cache_tokens(manager, [1, 2, 3, 4])
-    pages = manager.allocate(2)
-    assert pages is not None
-    assert manager.match([1, 2, 3, 4, 5]) == []
-    manager.check([pages])
+    tables = grown(manager, 4)
+    assert manager.match([1, 2, 3, 4, 5], PrefixChain()) == ([],)
+    manager.check(tables)
 
 
 def test_only_whole_computed_pages_are_committed() -> None:
     manager = PageManager(6, 4)
     tokens = list(range(12))
-    pages = manager.allocate(3)
-    assert pages is not None
-    manager.commit(tokens, pages, 7)
-    assert [manager.is_shareable(page) for page in pages] == [True, False, False]
-    manager.commit(tokens[:8], pages, 12)  # computed, but the ids are not known yet
-    assert [manager.is_shareable(page) for page in pages] == [True, True, False]
-    manager.release(pages)
+    tables, prefix = grown(manager, 12), fresh(manager)
+    manager.commit(tokens, tables, 7, prefix)
+    assert [manager.is_shareable(page) for page in tables[0]] == [True, False, False]
+    manager.commit(tokens[:8], tables, 12, prefix)  # computed, but the ids are not known yet
+    assert [manager.is_shareable(page) for page in tables[0]] == [True, True, False]
+    manager.release(tables)
     assert (manager.num_cached_idle, manager.num_free) == (2, 3)
     manager.check([])
 
@@ -178,17 +189,16 @@ def test_only_whole_computed_pages_are_committed() -> None:
 def test_second_commit_of_the_same_page_stays_private() -> None:
     manager = PageManager(9, 2)
     tokens = [1, 2, 3, 4]
-    first, second = manager.allocate(2), manager.allocate(2)
-    assert first is not None
-    assert second is not None
-    manager.commit(tokens, first, 4)
-    manager.commit(tokens, second, 4)
-    assert [manager.is_shareable(page) for page in second] == [False, False]
-    assert manager.match([*tokens, 5]) == first
+    first, second = grown(manager, 4), grown(manager, 4)
+    manager.commit(tokens, first, 4, fresh(manager))
+    manager.commit(tokens, second, 4, fresh(manager))
+    assert [manager.is_shareable(page) for page in second[0]] == [False, False]
+    third = manager.match([*tokens, 5], PrefixChain())
+    assert third == first
     manager.release(first)
     manager.release(second)
     assert manager.num_free == 6  # the duplicate holds nothing of use
-    manager.release(first)
+    manager.release(third)
     assert manager.num_cached_idle == 2
     manager.check([])
 
@@ -196,41 +206,39 @@ def test_second_commit_of_the_same_page_stays_private() -> None:
 def test_private_page_takes_the_entry_when_the_first_one_is_gone() -> None:
     manager = PageManager(5, 2)
     tokens = [1, 2, 3, 4]
-    first, second = manager.allocate(2), manager.allocate(2)
-    assert first is not None
-    assert second is not None
-    manager.commit(tokens, first, 4)
-    manager.commit(tokens, second, 4)
-    manager.release(first)
-    other = manager.allocate(2)
-    assert other == [first[1], first[0]]
+    first, second = grown(manager, 4), grown(manager, 4)
+    (first_pages,) = first
+    manager.commit(tokens, first, 4, fresh(manager))
+    manager.commit(tokens, second, 4, fresh(manager))
+    manager.release((list(first_pages),))
+    other = grown(manager, 4)
+    assert other == ([first_pages[1], first_pages[0]],)
     assert hit_tokens(manager, [*tokens, 5]) == 0
     manager.release(second)
-    assert manager.match([*tokens, 5]) == second
-    manager.check([other, second])
+    assert manager.match([*tokens, 5], PrefixChain()) == second
+    manager.check([*other, *second])
 
 
 def test_caching_off_finds_and_keeps_nothing() -> None:
     manager = PageManager(5, 2, enable_prefix_caching=False)
     cache_tokens(manager, [1, 2, 3, 4])
     assert manager.num_free == 4
-    assert manager.match([1, 2, 3, 4, 5]) == []
+    assert manager.match([1, 2, 3, 4, 5], PrefixChain()) == ([],)
 
 
 def test_reset_while_pages_are_in_use() -> None:
     manager = PageManager(10, 2)
     cache_tokens(manager, [7, 7, 7])
     tokens = [1, 2, 3]
-    running = manager.allocate(2)
-    assert running is not None
-    manager.commit(tokens, running, 3)
+    running, prefix = grown(manager, 3), fresh(manager)
+    manager.commit(tokens, running, 3, prefix)
     manager.reset_prefix_cache()
     assert manager.num_cached_idle == 0
     # The page that was half full is not shared either, nor what comes after it.
     tokens += [4, 5, 6]
-    running += manager.allocate(1) or []
-    manager.commit(tokens, running, 6)
-    manager.check([running])
+    assert manager.grow(running, 6)
+    manager.commit(tokens, running, 6, prefix)
+    manager.check(running)
     assert hit_tokens(manager, [*tokens, 0]) == 0
     manager.release(running)
     assert manager.num_free == 9
@@ -260,20 +268,19 @@ def test_no_page_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return page_digest(parent, token_ids)
 
     monkeypatch.setattr(prefix_index, "page_digest", counted)
-    manager, digests = PageManager(20, 2), []
+    manager, prefix = PageManager(20, 2), PrefixChain()
     tokens = [1, 2, 3, 4, 5]
     for _ in range(3):
-        assert manager.match(tokens, digests=digests) == []
+        assert manager.match(tokens, prefix) == ([],)
     assert hashed == [[1, 2]]  # the search ends at the first page that is not there
-    pages = manager.allocate(10)
-    assert pages is not None
+    tables = grown(manager, 20)
     for num_computed in range(1, 20):
         if num_computed >= len(tokens):
             tokens.append(num_computed)
-        manager.commit(tokens, pages, num_computed, digests=digests)
+        manager.commit(tokens, tables, num_computed, prefix)
     assert len(hashed) == 9
-    manager.release(pages)
-    assert len(manager.match(tokens, digests=digests)) == 9
+    manager.release(tables)
+    assert len(manager.match(tokens, prefix)[0]) == 9
     assert len(hashed) == 9
 
 

@@ -1,0 +1,199 @@
+"""Who is let in: passes 0 and 3 of a step.
+
+A request is let in when there is a slot, a token of budget, and pages, looked at in two ways. For sure: the pages for all
+its known tokens and those of every running sequence, and one token more of each, so that admission never causes a preemption
+in the next step. In all likelihood: the most pages that all of them will need at once, if answers become as long as those
+that ended lately (`page_forecast`). Some pages are left over for requests of higher priority than the default. None of this
+keeps a request out of an idle engine.
+
+A request of strictly higher priority that found no room takes it from running ones of lower priority, in the next step.
+"""
+
+from collections.abc import Callable
+
+from jaxpaged.admission_limits import AdmissionLimits
+from jaxpaged.output_lengths import OutputLengths
+from jaxpaged.page_forecast import Demand, peak_pages
+from jaxpaged.page_manager import PageManager
+from jaxpaged.running_set import RunningSet, is_guarded
+from jaxpaged.sequence import Sequence, SequenceStatus
+from jaxpaged.step_budget import StepBudget
+from jaxpaged.step_draft import StepDraft
+from jaxpaged.waiting_queue import WaitingQueue
+
+QUANTILE = 0.6
+"""Which of the lengths in the history is expected of a running answer."""
+
+DEFAULT_PRIORITY = 0
+
+ROWS, TIME, TOKENS, PAGES = "rows", "target_itl_s", "tokens", "pages"
+LATE = "a token on its way"
+PREEMPTION = "preemption"
+"""Why a request stays in the queue."""
+
+
+class Admission:
+    """Moves requests from the queue to the running set.
+
+    Args:
+        page_manager: the pool.
+        queue: who waits.
+        running: who runs.
+        limits: has the reserve.
+        budget: bounds the number of rows when a target is set.
+    """
+
+    def __init__(
+        self, page_manager: PageManager, queue: WaitingQueue, running: RunningSet, limits: AdmissionLimits, budget: StepBudget
+    ) -> None:
+        self._pages, self._queue, self._running = page_manager, queue, running
+        self._reserve_pages = limits.reserve_pages
+        self._budget = budget
+        self.lengths = OutputLengths(QUANTILE)
+        self._no_room_reason = ""
+        self._no_room: tuple[Sequence, int] | None = None
+
+    def displace(self, draft: StepDraft, preempt: Callable[[Sequence, StepDraft], None]) -> Sequence | None:
+        """Pass 0: gives a waiting request the place of running ones of strictly lower priority; returns who was let in."""
+        if self._no_room_reason not in (ROWS, PAGES, TIME) or not len(self._queue):
+            return None
+        candidate = self._queue.first_by_priority()
+        victims = self._running.victims(worse_than=candidate.priority)
+        if not victims or candidate.num_pending_ids:
+            return None
+        chosen = self._choose_victims(candidate, victims)
+        if chosen is None:
+            return None
+        for victim in chosen:
+            preempt(victim, draft)
+        self._enter(candidate, draft)
+        return candidate
+
+    def admit(self, draft: StepDraft) -> None:
+        """Pass 3: lets in requests in the order of the queue, and schedules their first chunks."""
+        queue, running = self._queue, self._running
+        num_waiting = len(queue) + len(draft.admitted)
+        reason = PREEMPTION if draft.preempted else ""
+        load = _Load(self._pages, running, self.lengths)
+        while len(queue) and not reason:
+            candidate = queue.first()
+            if not running.has_slot:
+                reason = ROWS
+            elif len(running.sequences) >= self._budget.max_rows():
+                reason = TIME
+            elif draft.budget == 0:
+                reason = TOKENS
+            elif candidate.num_pending_ids:
+                reason = LATE
+            elif not self._take_pages(candidate, load):
+                reason = PAGES
+            else:
+                self._enter(candidate, draft)
+                num_tokens = running.fitting_tokens(candidate, min(candidate.num_uncomputed_tokens, draft.budget))
+                is_grown = self._pages.grow(candidate.tables, candidate.num_computed_tokens + num_tokens)
+                assert is_grown
+                draft.take_chunk(candidate, num_tokens)
+                load.add(candidate)
+        self._no_room_reason = reason
+        if num_waiting:
+            draft.decision = f"admitted {len(draft.admitted)} of {num_waiting}" + (f": {reason}" if reason else "")
+
+    def _enter(self, sequence: Sequence, draft: StepDraft) -> None:
+        """From the queue to the running set; the sequence has the pages of its cached prefix already."""
+        is_first = sequence.status is SequenceStatus.WAITING
+        num_hit_tokens = len(sequence.pages) * self._pages.page_size
+        sequence.num_computed_tokens = sequence.num_confirmed_tokens = num_hit_tokens
+        sequence.num_hit_pages = self._running.held_pages(sequence)
+        if is_first:
+            sequence.num_cached_tokens = num_hit_tokens
+        self._queue.remove(sequence)
+        self._running.enter(sequence)
+        draft.admit(sequence, counts_hits=is_first and self._pages.enable_prefix_caching)
+
+    def _take_pages(self, candidate: Sequence, load: "_Load") -> bool:
+        """Gives a waiting sequence its cached prefix, if the pages that it will want beyond are there; else changes nothing."""
+        pages, running = self._pages, self._running
+        if self._no_room == (candidate, running.version):
+            # Nothing was given back since it was last looked at, and those that run have only grown.
+            return False
+        candidate.tables = pages.match(candidate.token_ids, candidate.prefix)
+        wanted = running.pages_to_come(candidate)
+        if not running.sequences:
+            if wanted > pages.num_available:
+                raise AssertionError(f"{candidate} does not fit in an idle engine: {pages.num_in_use} pages are in use by nobody")
+            return True
+        reserve = self._reserve_pages if candidate.priority >= DEFAULT_PRIORITY else 0
+        if wanted <= pages.num_available - load.promised - reserve and load.peak_with(candidate) <= pages.num_usable - reserve:
+            return True
+        pages.release(candidate.tables)
+        candidate.tables = pages.empty_tables()
+        self._no_room = (candidate, running.version)
+        return False
+
+    def _choose_victims(self, candidate: Sequence, victims: list[Sequence]) -> list[Sequence] | None:
+        """The fewest of `victims` that make room, and the candidate's cached prefix; None, and nothing is changed, if all are too few."""
+        pages, running = self._pages, self._running
+        candidate.tables = pages.match(candidate.token_ids, candidate.prefix)
+        lacking = running.pages_to_come(candidate) + running.promised_pages() - pages.num_available
+        # Nobody passes another in the queue for free: then one place is taken even if there is room.
+        num_least = int(not running.has_slot or len(running.sequences) >= self._budget.max_rows() or candidate is not self._queue.first())
+        chosen: list[Sequence] = []
+        for victim in victims:
+            if lacking <= 0 and len(chosen) >= num_least:
+                break
+            chosen.append(victim)
+            lacking -= pages.num_sole_pages(victim.tables) + running.pages_to_come(victim)
+        if lacking <= 0:
+            return chosen
+        pages.release(candidate.tables)
+        candidate.tables = pages.empty_tables()
+        return None
+
+
+class _Load:
+    """What the running sequences will ask of the pool, worked out when it is first needed."""
+
+    def __init__(self, page_manager: PageManager, running: RunningSet, lengths: OutputLengths) -> None:
+        self._pages, self._running, self._lengths = page_manager, running, lengths
+        self._arithmetic = page_manager.arithmetic
+        self._demands: list[Demand] | None = None
+        self._promised: int | None = None
+        self._num_own_pages = 0
+
+    @property
+    def promised(self) -> int:
+        """Pages for the known tokens of the running sequences and one more of each, beyond those they hold."""
+        if self._promised is None:
+            self._promised = self._running.promised_pages()
+        return self._promised
+
+    def add(self, sequence: Sequence) -> None:
+        """One more runs, and has its first chunk."""
+        if self._promised is not None:
+            self._promised += self._running.pages_to_come(sequence)
+        if self._demands is not None:
+            self._demands.append(self._demand(sequence))
+            self._num_own_pages += self._own_pages(sequence)
+
+    def peak_with(self, candidate: Sequence) -> float:
+        """The most pages in use at once if `candidate`, which holds its cached prefix, runs beside the others."""
+        if self._demands is None:
+            self._demands = [self._demand(sequence) for sequence in self._running.sequences]
+            self._num_own_pages = sum(map(self._own_pages, self._running.sequences))
+        num_shared = max(0, self._pages.num_in_use - self._num_own_pages)
+        candidate.num_hit_pages = self._running.held_pages(candidate)
+        growth = self._arithmetic.num_full / self._pages.page_size
+        return num_shared + peak_pages([*self._demands, self._demand(candidate)], growth)
+
+    def _own_pages(self, sequence: Sequence) -> int:
+        return max(0, self._running.held_pages(sequence) - sequence.num_hit_pages)
+
+    def _demand(self, sequence: Sequence) -> Demand:
+        """Windowed groups stop growing, so their share counts in full from now on."""
+        arithmetic, num_tokens = self._arithmetic, sequence.num_tokens
+        remaining = sequence.max_total_tokens - num_tokens
+        if not is_guarded(sequence):
+            remaining = min(remaining, self._lengths.expected_remaining(num_tokens - sequence.num_prompt_tokens))
+        num_pages = arithmetic.peak_pages(num_tokens + remaining)
+        num_pages -= arithmetic.num_full * (arithmetic.pages_for(num_tokens + remaining) - arithmetic.pages_for(num_tokens))
+        return Demand(remaining, max(0, max(num_pages, self._running.held_pages(sequence)) - sequence.num_hit_pages))

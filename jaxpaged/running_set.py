@@ -1,0 +1,128 @@
+"""The sequences that have pages and a slot, in the order in which they would lose them."""
+
+from bisect import insort
+from operator import attrgetter
+
+from jaxpaged.page_manager import PageManager
+from jaxpaged.sequence import NO_SLOT, Sequence, SequenceStatus
+
+MAX_PREEMPTIONS = 2
+"""A sequence that was preempted so often comes back only with all its pages kept for it, and is then never a victim."""
+
+_ORDER = attrgetter("priority", "epoch")
+
+
+def is_guarded(sequence: Sequence) -> bool:
+    """Whether all pages that a sequence can ever need are kept for it while it runs."""
+    return sequence.num_preemptions >= MAX_PREEMPTIONS
+
+
+class RunningSet:
+    """Slots, and what is promised of the pool.
+
+    Args:
+        page_manager: the pool.
+        max_num_seqs: slots.
+
+    Attributes:
+        sequences: best priority first, then in order of admission. The last one that is not guarded is the next victim.
+        version: changes whenever pages were given back or became findable, so that a request that had no room may have it.
+    """
+
+    def __init__(self, page_manager: PageManager, max_num_seqs: int) -> None:
+        self._pages = page_manager
+        self.sequences: list[Sequence] = []
+        self.max_num_seqs = max_num_seqs
+        self.version = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_admissions = 0
+        self._guarded: list[Sequence] = []
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one sequence more may run."""
+        return bool(self._free_slots)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Gives a sequence, which has its cached pages, a slot."""
+        self._num_admissions += 1
+        sequence.epoch = self._num_admissions
+        sequence.slot = self._free_slots.pop()
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.sequences, sequence, key=_ORDER)
+        if is_guarded(sequence):
+            self._guarded.append(sequence)
+
+    def leave(self, sequence: Sequence, *, commit: bool) -> None:
+        """Takes pages and slot away. `commit`: its whole pages of known tokens become findable first."""
+        if commit:
+            self._pages.commit(sequence.token_ids, sequence.tables, sequence.num_confirmed_tokens, sequence.prefix)
+        sequence.num_pages_freed = self.held_pages(sequence)
+        self._pages.release(sequence.tables)
+        sequence.tables = self._pages.empty_tables()
+        self._free_slots.append(sequence.slot)
+        sequence.slot = NO_SLOT
+        self.sequences.remove(sequence)
+        if self._guarded and sequence in self._guarded:
+            self._guarded.remove(sequence)
+        self.version += 1
+
+    def slide_windows(self, sequence: Sequence) -> None:
+        """Gives back the pages of windowed groups that the next tokens of a sequence do not see."""
+        position, size = sequence.num_computed_tokens, self._pages.page_size
+        for index, group in self._pages.arithmetic.windows:
+            first = group.first_page(position, size)
+            if first > 0 and sequence.tables[index][first - 1]:
+                # Steps that still run may have written them; all of them end before anybody can read the pages.
+                self._pages.commit(sequence.token_ids, sequence.tables, position, sequence.prefix)
+                self._pages.give_back_behind(sequence.tables, position)
+                self.version += 1
+                return
+
+    def victim(self) -> Sequence | None:
+        """Who loses its pages next: the last admitted of the lowest priority; None if nobody may be chosen."""
+        return next((sequence for sequence in reversed(self.sequences) if not is_guarded(sequence)), None)
+
+    def victims(self, worse_than: int) -> list[Sequence]:
+        """All of a strictly lower priority (a larger number) that may lose their pages, the next one first."""
+        return [sequence for sequence in reversed(self.sequences) if not is_guarded(sequence) and sequence.priority > worse_than]
+
+    def held_pages(self, sequence: Sequence) -> int:
+        """Pages in a sequence's tables."""
+        return self._pages.arithmetic.held_pages(sequence.tables)
+
+    def pages_to_come(self, sequence: Sequence) -> int:
+        """Pages for the tokens that a sequence has and the next one, or for all that it can ever have, beyond those it holds."""
+        # The last token of an answer is never computed.
+        most = sequence.max_total_tokens - 1
+        num_tokens = most if is_guarded(sequence) else min(sequence.num_tokens + 1, most)
+        return max(0, self._pages.arithmetic.peak_pages(num_tokens) - self.held_pages(sequence))
+
+    def kept_pages(self, sequence: Sequence) -> int:
+        """Pages that must stay available for guarded sequences other than this one."""
+        return sum(self.pages_to_come(other) for other in self._guarded if other is not sequence)
+
+    def fitting_tokens(self, sequence: Sequence, num_tokens: int) -> int:
+        """The next tokens of a sequence, `num_tokens` at most, for which there are pages without taking anybody's."""
+        pages, table = self._pages, sequence.tables[0]
+        spare = pages.num_available - self.kept_pages(sequence)
+        if pages.arithmetic.windows:
+            # A chunk longer than the window takes pages that were not asked for at admission, so they must not be promised.
+            others = self.promised_pages() - self.pages_to_come(sequence)
+            least = pages.arithmetic.pages_for(sequence.num_computed_tokens + 1) - len(table)
+            spare = max(pages.num_available - others, min(spare, least * len(pages.groups)))
+        room = (len(table) + max(0, spare) // len(pages.groups)) * pages.page_size - sequence.num_computed_tokens
+        return max(0, min(num_tokens, room))
+
+    def promised_pages(self) -> int:
+        """Pages that the running sequences will ask for soon, or are sure of."""
+        return sum(map(self.pages_to_come, self.sequences))
+
+    def check(self) -> None:
+        """Verifies slots and order. Raises AssertionError naming what is wrong."""
+        slots = [sequence.slot for sequence in self.sequences]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), f"slots {slots} and free {self._free_slots}"
+        assert self.sequences == sorted(self.sequences, key=_ORDER), "the running sequences are out of order"
+        assert self._guarded == [sequence for sequence in self._guarded if sequence in self.sequences], "a guarded sequence has left"
+        assert len(self._guarded) == sum(map(is_guarded, self.sequences)), "a sequence is guarded and not known as such"
+        assert not self._guarded or self.kept_pages(self.sequences[0]) <= self._pages.num_available, "guarded pages were given away"

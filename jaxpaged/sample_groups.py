@@ -1,0 +1,66 @@
+"""Samples of one prompt wait until the first of them has put the prompt into the prefix cache, and then share its pages."""
+
+from jaxpaged.page_manager import PageManager
+from jaxpaged.sequence import Sequence
+
+
+class SampleGroups:
+    """Who waits for whom. A group has a leader, the first that was added, and followers that are held back.
+
+    Nobody is held when there is nothing to share: without a prefix cache, or when the prompt fills no page before its last token.
+    """
+
+    def __init__(self, page_manager: PageManager) -> None:
+        self._pages = page_manager
+        self._leaders: dict[str, Sequence] = {}
+        self._followers: dict[str, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        """Sequences that are held back."""
+        return sum(map(len, self._followers.values()))
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a new sequence has to wait for its leader; the first of a group becomes the leader."""
+        group = sequence.request.sample_group
+        if group is None or not self._pages.enable_prefix_caching or self._num_shared_tokens(sequence) == 0:
+            return False
+        if group not in self._leaders:
+            self._leaders[group] = sequence
+            return False
+        self._followers.setdefault(group, []).append(sequence)
+        return True
+
+    @property
+    def held(self) -> list[Sequence]:
+        """All that are held back."""
+        return [sequence for followers in self._followers.values() for sequence in followers]
+
+    def freed_by_progress(self, sequence: Sequence) -> list[Sequence]:
+        """Followers that may be queued now, since `sequence` has computed the whole pages of its prompt."""
+        group = sequence.request.sample_group
+        if group is None or self._leaders.get(group) is not sequence or sequence.num_confirmed_tokens < self._num_shared_tokens(sequence):
+            return []
+        del self._leaders[group]
+        return self._followers.pop(group, [])
+
+    def freed_by_end(self, sequence: Sequence) -> list[Sequence]:
+        """Called when `sequence` ends. A follower is forgotten; after a leader the first of its followers may be queued and leads."""
+        group = sequence.request.sample_group
+        if group is None:
+            return []
+        followers = self._followers.get(group, [])
+        if sequence in followers:
+            followers.remove(sequence)
+            return []
+        if self._leaders.get(group) is not sequence:
+            return []
+        del self._leaders[group]
+        if not followers:
+            self._followers.pop(group, None)
+            return []
+        leader = self._leaders[group] = followers.pop(0)
+        return [leader]
+
+    def _num_shared_tokens(self, sequence: Sequence) -> int:
+        size = self._pages.page_size
+        return (sequence.num_prompt_tokens - 1) // size * size

@@ -1,0 +1,68 @@
+"""How many tokens of prompts go into a step, so that the times asked for are kept.
+
+Running answers get their token in every step, so the gap between two of their tokens is the time of one step (two while an
+id must be known first), and a chunk is never longer than the budget: the gap is bounded by two chunk times, whatever else
+arrives. Every step takes at least one token of the prompt that is first in the queue, so every prompt is finished.
+
+With `target_itl_s` the budget is what a step may hold to stay under it, by the times of the steps before. With
+`target_ttft_s` prompts get no more of a step than they need to be in time. If both cannot be kept, `target_itl_s` is.
+"""
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.step_cost import StepCost
+
+ITL_MARGIN = 0.9
+"""Share of `target_itl_s` that a step is planned for: times scatter."""
+
+TTFT_MARGIN = 0.5
+"""Share of the time left that prompts are planned to take: more may come."""
+
+MIN_CHUNK_TOKENS = 16
+"""Less is not worth a step's fixed costs."""
+
+
+class StepBudget:
+    """The token budget of prompts, step by step.
+
+    Args:
+        policy: the targets.
+        max_num_batched_tokens: tokens of a step at most.
+        token_buckets: token counts that steps are padded to.
+    """
+
+    def __init__(self, policy: SchedulerConfig, max_num_batched_tokens: int, token_buckets: tuple[int, ...]) -> None:
+        self._target_itl_s = policy.target_itl_s
+        self._target_ttft_s = policy.target_ttft_s
+        self._most = max_num_batched_tokens
+        self._cost = StepCost(token_buckets)
+        self.has_target = policy.target_itl_s is not None or policy.target_ttft_s is not None
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learns from the time of a step of `num_tokens` tokens."""
+        if self.has_target:
+            self._cost.observe(num_tokens, seconds)
+
+    def max_rows(self) -> int:
+        """Sequences that can run together without making a step of one token each too slow."""
+        if self._target_itl_s is None or not self._cost.has_learnt:
+            return self._most
+        return max(1, self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self._most))
+
+    def prompt_tokens(self, num_ones: int, backlog: int, oldest_s: float | None) -> int:
+        """Tokens of prompts for a step.
+
+        Args:
+            num_ones: rows of one token that are in the step already.
+            backlog: prompt tokens still to be computed, waiting requests included.
+            oldest_s: seconds that the oldest prompt without a first token has been here; None when there is none.
+        """
+        room = self._most - num_ones
+        if num_ones == 0 or not self.has_target or not self._cost.has_learnt:
+            return room
+        least = min(MIN_CHUNK_TOKENS, room)
+        if self._target_ttft_s is not None and oldest_s is not None:
+            left_s = max((self._target_ttft_s - oldest_s) * TTFT_MARGIN, 1e-9)
+            room = min(room, max(least, self._cost.tokens_per_step(num_ones, backlog / left_s, room)))
+        if self._target_itl_s is not None:
+            room = min(room, max(least, self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self._most) - num_ones))
+        return room
