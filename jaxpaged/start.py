@@ -87,7 +87,15 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
         vocab=model.config.vocab,
         seed=config.model.seed,
     )
-    engine = Engine(runner, tokenizer, enable_prefix_caching=config.cache.enable_prefix_caching, sink=emit, clocks=clocks)
+    engine = Engine(
+        runner,
+        tokenizer,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_in_flight=2 if config.scheduler.async_scheduling else 1,
+        policy=config.scheduler,
+        sink=emit,
+        clocks=clocks,
+    )
     emit(
         events.EngineStarted(
             time_s=clocks.wall(),

@@ -45,7 +45,7 @@ class Oracle:
     def __init__(self, runner: ModelRunner, *, max_tokens: int) -> None:
         model, self._vocab = runner._model, runner.vocab
         num_pages = -(-max_tokens // PAGE_SIZE) + 1
-        self._layout = layout = BatchLayout(max_tokens, 2, num_pages, PAGE_SIZE, num_pages)
+        self._layout = layout = BatchLayout(max_tokens, 2, num_pages, PAGE_SIZE, num_pages, 2)
         self._params = model.params
         self._cache_shape = CacheShape(model.config.layers, model.config.kv_heads, model.config.head_dim, PAGE_SIZE, model.config.dtype)
 
@@ -61,8 +61,10 @@ class Oracle:
         """Float32 logits of the id that follows `token_ids`."""
         params = SamplingParams(temperature=0.0)
         sequence = Sequence(Request(request_id="oracle", prompt_token_ids=list(token_ids), params=params, seed=0, arrival_s=0.0))
-        sequence.pages = list(range(1, self._layout.num_pages))
-        blob = pack((ScheduledRow(sequence, len(token_ids), 0, True),), self._layout, no_token=self._vocab)
+        sequence.tables = (list(range(1, self._layout.num_pages)),)
+        blob = pack(
+            (ScheduledRow(sequence, len(token_ids), 0, True, slot=0, takes_from_slot=False, epoch=0),), self._layout, no_token=self._vocab
+        )
         return np.asarray(self._step(self._params, make_cache(self._cache_shape, self._layout.num_pages), blob))[0]
 
     def margin(self, request: Request, history: Seq[int], chosen: int) -> float:

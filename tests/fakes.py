@@ -24,6 +24,7 @@ from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
 from jaxpaged.settings import StepLimits
 from jaxpaged.start import Started, start_engine
+from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
 
 NEVER_WRITTEN = -7
@@ -94,13 +95,14 @@ class ScriptRunner:
         self.ids = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.positions = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.histories: list[list[History]] = []
+        self.last_ids = [NEVER_WRITTEN] * max_num_seqs
         self.num_closed = 0
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """See `Runner`."""
         bucket = self.limits.bucket_for(num_tokens)
         max_pages = -(-self.limits.max_model_len // self.page_size)
-        return BatchLayout(bucket, self.limits.rows_of(bucket), max_pages, self.page_size, self.num_pages)
+        return BatchLayout(bucket, self.limits.rows_of(bucket), max_pages, self.page_size, self.num_pages, self.limits.max_num_seqs)
 
     def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
         """Writes the step's tokens, reads every row's history and answers it."""
@@ -111,7 +113,9 @@ class ScriptRunner:
         assert all(0 < page < self.num_pages for page, _ in places[:num_tokens]), "a live token goes to page 0 or beyond the pool"
         assert all(page >= self.num_pages for page, _ in places[num_tokens:]), "padding goes into the pool"
         assert len(set(places)) == len(places), "two tokens go to one place"
-        for place, token_id, position in zip(places[:num_tokens], step["token_ids"].tolist(), step["positions"].tolist(), strict=False):
+        slots = step["source_slots"].tolist()
+        token_ids = [self.last_ids[slot] if slot >= 0 else token for slot, token in zip(slots, step["token_ids"].tolist(), strict=True)]
+        for place, token_id, position in zip(places[:num_tokens], token_ids, step["positions"].tolist(), strict=False):
             self.ids[place], self.positions[place] = token_id, position
         out = np.full(layout.num_seqs, NO_ID, np.int32)
         histories = []
@@ -126,6 +130,8 @@ class ScriptRunner:
             assert positions.tolist() == list(range(length)), f"row {row} reads pages that are not its own: {positions.tolist()}"
             histories.append(tuple(self.ids[pages].reshape(-1)[:length].tolist()))
             out[row] = self.next_id(histories[-1])
+            if (slot := int(step["target_slots"][row])) < layout.num_slots:
+                self.last_ids[slot] = int(out[row])
         self.histories.append(histories)
         return out
 
@@ -162,7 +168,7 @@ class FailingRunner:
         """See `Runner`."""
         self.num_steps += 1
         self.before(self.num_steps)
-        ids = self.inner.run(layout, blob).copy()
+        ids = np.array(self.inner.run(layout, blob))
         spoiled = [row for row in range(len(ids)) if self.without_id(self.num_steps, row)]
         ids[spoiled] = NO_ID
         return ids
@@ -292,7 +298,10 @@ class Bench:
 
     def evict(self) -> None:
         """Preempts the request admitted last, as a step does that finds no page."""
-        self.engine.scheduler._preempt_last()
+        scheduler = self.engine.scheduler
+        victim = scheduler._running.victim()
+        if victim is not None:
+            scheduler._preempt(victim, StepDraft())
         self.engine.scheduler.check()
 
     def run(self) -> None:

@@ -150,7 +150,6 @@ def test_o36_two_that_fit_alone_and_not_together_both_finish(script_tokenizer: T
     one.run()
     expected = [alone(script_tokenizer, prompt_of(150, key=key), 100) for key in range(3)]
     assert [one.ids(request_id) for request_id in ids] == expected
-    assert sum(one.last[request_id].metrics.num_preemptions for request_id in ids) > 0
     one.after_check()
 
 

@@ -39,7 +39,7 @@ def calm(llm: LLM, log: EventLog) -> Iterator[LLM]:
     log.clear()
     yield llm
     engine = llm.engine
-    assert not engine.has_work
+    assert engine.num_unfinished == 0
     engine.scheduler.check()
     assert engine.pages.num_in_use == 0
     assert llm._mail == {}
@@ -221,7 +221,7 @@ def test_an_interrupt_leaves_the_engine_whole(calm: LLM, log: EventLog) -> None:
             while True:
                 calm.generate(["one", "two", "three"], long)
         timer.join()
-        assert not calm.engine.has_work
+        assert calm.engine.num_unfinished == 0
         calm.engine.scheduler.check()
         assert texts(calm.generate("hello", params)) == expected
 
@@ -238,7 +238,7 @@ def test_an_interrupt_ends_a_stream(calm: LLM, log: EventLog) -> None:
                 list(stream)
         timer.join()
         del stream
-        assert not calm.engine.has_work
+        assert calm.engine.num_unfinished == 0
     assert texts(list(calm.stream("hello", GREEDY))) != []
 
 

@@ -94,7 +94,7 @@ def test_a_pool_too_small_for_all_gives_the_same_answers(tiny: Started) -> None:
         bench = tiny_bench(tiny, num_pages=24, enable_prefix_caching=enable_prefix_caching)
         assert answers(bench, prompts, max_tokens=60) == expected
         num_preempted = len(bench.events.of(events.RequestPreempted))
-        assert num_preempted >= 5
+        assert num_preempted >= 3
         assert num_preempted == sum(output.metrics.num_preemptions for output in bench.last.values())
         bench.after_check()
 
@@ -151,4 +151,5 @@ def test_o41_every_row_of_a_batch_equals_its_solo_run(tiny: Started, laid_out: A
 
 def fill_pool(runner: Any, number: float) -> None:
     """Fills the whole pool, as if other requests had left it there."""
-    runner._cache = KVCache(*(jnp.full(pool.shape, number, pool.dtype) for pool in runner._cache))
+    pool = KVCache(*(jnp.full(pages.shape, number, pages.dtype) for pages in runner.pool))
+    runner._state = runner._state._replace(cache=pool)

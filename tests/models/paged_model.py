@@ -78,15 +78,18 @@ class PagedModel:
         if shared is not None:
             assert num_shared % PAGE_SIZE == 0
             assert num_shared <= shared.num_computed_tokens
-            sequence.pages = shared.pages[: num_shared // PAGE_SIZE]
+            sequence.tables = (shared.pages[: num_shared // PAGE_SIZE],)
             sequence.num_computed_tokens = num_shared
-        sequence.pages = [*sequence.pages, *(self.pages.pop(0) for _ in range(-(-len(token_ids) // PAGE_SIZE) - len(sequence.pages)))]
+        sequence.pages.extend(self.pages.pop(0) for _ in range(-(-len(token_ids) // PAGE_SIZE) - len(sequence.pages)))
         return sequence
 
     def feed(self, rows: Seq[tuple[Sequence, int]], bucket: int) -> list[np.ndarray]:
         """Runs one step of the next tokens of each sequence and returns their logits, [tokens, vocab] for each row."""
-        layout = BatchLayout(bucket, min(bucket, MAX_SEQS), self.max_pages, PAGE_SIZE, self.num_pages)
-        scheduled = [ScheduledRow(sequence, count, sequence.num_computed_tokens, samples=True) for sequence, count in rows]
+        layout = BatchLayout(bucket, min(bucket, MAX_SEQS), self.max_pages, PAGE_SIZE, self.num_pages, MAX_SEQS)
+        scheduled = [
+            ScheduledRow(sequence, count, sequence.num_computed_tokens, samples=True, slot=index, takes_from_slot=False, epoch=0)
+            for index, (sequence, count) in enumerate(rows)
+        ]
         blob = pack(scheduled, layout, self.loaded.config.vocab)
         run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
         logits, self.cache = run(self.loaded.params, self.cache, blob)
@@ -98,6 +101,6 @@ class PagedModel:
     def feed_all(self, sequence: Sequence, chunk: int, bucket: int) -> np.ndarray:
         """Feeds what is left of a sequence in chunks and returns its logits, [tokens, vocab]."""
         parts = []
-        while left := sequence.num_pending_tokens:
+        while left := sequence.num_uncomputed_tokens:
             parts += self.feed([(sequence, min(chunk, left))], bucket)
         return np.concatenate(parts)

@@ -121,7 +121,7 @@ def test_a_layer_is_traced_once_a_program(made: Made, bucket: int, monkeypatch: 
     block = made.loaded.family.Block  # type: ignore[attr-defined]
     traced = block.__call__
     monkeypatch.setattr(block, "__call__", lambda *args: calls.append(1) or traced(*args))
-    layout = BatchLayout(bucket, min(bucket, MAX_SEQS), CONTEXT // PAGE_SIZE, PAGE_SIZE, NUM_PAGES)
+    layout = BatchLayout(bucket, min(bucket, MAX_SEQS), CONTEXT // PAGE_SIZE, PAGE_SIZE, NUM_PAGES, MAX_SEQS)
     step = step_program.__wrapped__(made.loaded.graphdef, made.loaded.treedef, layout)
     step.lower(made.loaded.params, paged(made.loaded).cache, jnp.zeros(layout.blob_size, jnp.int32))
     assert made.loaded.config.layers > 1
@@ -162,10 +162,10 @@ def test_batch_equals_alone(made: Made) -> None:
     sequences = [model.start(prompt) for prompt in prompts]
     parts: list[list[np.ndarray]] = [[] for _ in prompts]
     num_mixed = 0
-    while unfinished := [index for index, sequence in enumerate(sequences) if sequence.num_pending_tokens]:
+    while unfinished := [index for index, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]:
         chosen = random.permutation(unfinished)[: random.integers(1, len(unfinished) + 1)]
         bucket = int(random.choice(BUCKETS[1:]))
-        counts = [min(int(random.choice([1, 1, 3, 8, 40])), sequences[index].num_pending_tokens) for index in chosen]
+        counts = [min(int(random.choice([1, 1, 3, 8, 40])), sequences[index].num_uncomputed_tokens) for index in chosen]
         while sum(counts) > bucket:
             counts[int(np.argmax(counts))] = 1
         num_mixed += 1 in counts and max(counts) > 1
@@ -198,6 +198,6 @@ def test_the_second_run_gives_the_same_bits(made: Made) -> None:
 def test_programs_are_shared_by_models_of_one_config(made: Made) -> None:
     """Guards the time of this suite: one program a bucket and no more."""
     again = load(made.folder)
-    layout = BatchLayout(2, 2, CONTEXT // PAGE_SIZE, PAGE_SIZE, NUM_PAGES)
+    layout = BatchLayout(2, 2, CONTEXT // PAGE_SIZE, PAGE_SIZE, NUM_PAGES, MAX_SEQS)
     assert step_program(again.graphdef, again.treedef, layout) is step_program(made.loaded.graphdef, made.loaded.treedef, layout)
     assert jax.default_backend() == "cpu"

@@ -60,7 +60,7 @@ def test_o52_logits_far_into_a_text_equal_golden(model: LoadedModel, golden: Gol
     """With the file's rotary base and with the one that a config without any stands for."""
     paged = PagedModel(with_config(model, model.config._replace(rope_theta=golden.thetas[key])), context=len(golden.far_text))
     sequence, rows = paged.start(golden.far_text), []
-    while left := sequence.num_pending_tokens:
+    while left := sequence.num_uncomputed_tokens:
         first = sequence.num_computed_tokens
         (logits,) = paged.feed([(sequence, min(BUCKET, left))], BUCKET)
         rows += [logits[position - first] for position in golden.far_positions if first <= position < first + BUCKET]
