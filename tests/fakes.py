@@ -225,7 +225,7 @@ class EventLog(list[events.Event]):
 
 
 class Canary(NamedTuple):
-    """A greedy request of 16 tokens, and what it answers while nothing is wrong."""
+    """A greedy request, and what it answers while nothing is wrong."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -242,6 +242,7 @@ class Bench:
         enable_prefix_caching: as for `Engine`.
         canary: what the canary answered when the device was new; None asks it now.
         canary_prompt: what the canary asks.
+        canary_tokens: how long it answers.
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Bench:
         enable_prefix_caching: bool = True,
         canary: Canary | None = None,
         canary_prompt: Prompt = (5, 6, 7, 8),
+        canary_tokens: int = 16,
     ) -> None:
         self.events = EventLog()
         self.runner, self.tokenizer = runner, tokenizer
@@ -262,7 +264,7 @@ class Bench:
         self.last: dict[str, RequestOutput] = {}
         self.canary = canary or Canary(canary_prompt, (), "")
         if canary is None:
-            answer = self.ask(canary_prompt, max_tokens=16).outputs[0]
+            answer = self.ask(canary_prompt, max_tokens=canary_tokens, ignore_eos=True).outputs[0]
             self.canary = Canary(canary_prompt, tuple(answer.token_ids), answer.text)
 
     @property
@@ -337,7 +339,7 @@ class Bench:
         assert (scheduler.num_running, scheduler.num_waiting, pages.num_in_use) == (0, 0, 0)
         scheduler.check()
         if not self.engine.is_dead:
-            answer = self.ask(self.canary.prompt, max_tokens=16).outputs[0]
+            answer = self.ask(self.canary.prompt, max_tokens=len(self.canary.token_ids), ignore_eos=True).outputs[0]
             assert (tuple(answer.token_ids), answer.text) == (self.canary.token_ids, self.canary.text), "the canary answers otherwise"
         self.engine.reset_prefix_cache()
         assert pages.num_free == pages.num_usable, "pages are not free after the cache was flushed"
