@@ -1,8 +1,9 @@
 """Driving a scheduler by hand, for tests of its rules."""
 
+from jaxpaged.output_lengths import OutputLengths
 from jaxpaged.page_manager import PageManager
 from jaxpaged.scheduler import ScheduledStep, Scheduler, Sequence
-from tests.scheduler.shadow import make_request
+from tests.scheduler.table_model import make_request
 
 
 def make_scheduler(
@@ -19,6 +20,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        clock=lambda: 0.0,
     )
 
 
@@ -47,8 +49,15 @@ def rows_of(scheduled: ScheduledStep) -> list[tuple[str, int, int, bool]]:
     return [(row.sequence.request_id, row.start, row.num_tokens, row.samples) for row in scheduled.rows]
 
 
+def expect_short_answers(scheduler: Scheduler) -> None:
+    """Makes admission believe that every answer ends at once, so that it lets in more than the pool can hold."""
+    scheduler._admission.lengths = OutputLengths(0.0)
+    scheduler._admission.lengths.record(1)
+
+
 def fill_two(scheduler: Scheduler) -> tuple[Sequence, Sequence]:
     """Two sequences of 8 computed tokens in a pool of 4 pages of 4, both about to need a page that is not there."""
+    expect_short_answers(scheduler)
     a = add(scheduler, "a", 7, max_tokens=5)
     b = add(scheduler, "b", 7, max_tokens=5)
     step(scheduler)

@@ -5,7 +5,8 @@ import pytest
 from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError, JaxpagedError, PoolTooSmallError
 from jaxpaged.request import FinishReason
 from jaxpaged.scheduler import SequenceStatus
-from tests.scheduler.shadow import Simulation, make_request
+from tests.scheduler.simulation import Simulation
+from tests.scheduler.table_model import make_request
 from tests.scheduler.steps import add, fill_two, make_scheduler, rows_of, step
 
 # The door
@@ -225,15 +226,15 @@ def test_preempted_several_at_once_keep_their_order() -> None:
 
 def test_two_prompts_that_hold_every_page_between_them_do_not_wait_for_each_other() -> None:
     scheduler = make_scheduler(num_usable=6, page_size=4, max_num_batched_tokens=8, enable_prefix_caching=False)
-    add(scheduler, "a", 20, max_tokens=2)
+    a = add(scheduler, "a", 20, max_tokens=2)
+    b = add(scheduler, "b", 18, max_tokens=2)
     step(scheduler)
     # Admission does not let this happen; b is slipped in past it.
-    b = add(scheduler, "b", 18, max_tokens=2)
-    del scheduler._waiting["b"]
-    scheduler._running.append(b)
-    b.status = SequenceStatus.RUNNING
-    b.pages = scheduler._pages.allocate(4) or []
-    b.num_computed_tokens = 16
+    scheduler._queue.remove(b)
+    scheduler._running.enter(b)
+    assert scheduler._pages.grow(b.tables, 16)
+    b.num_computed_tokens = b.num_confirmed_tokens = 16
     scheduled = step(scheduler)
     assert scheduled.preempted == (b,)
     assert rows_of(scheduled) == [("a", 8, 8, False)]
+    assert a.num_computed_tokens == 16

@@ -4,7 +4,7 @@ import pytest
 
 from jaxpaged.request import FinishReason
 from jaxpaged.scheduler import SequenceStatus
-from tests.scheduler.shadow import END_TOKENS
+from tests.scheduler.table_model import END_TOKENS
 from tests.scheduler.steps import add, fill_two, make_scheduler, step
 
 # How a request ends

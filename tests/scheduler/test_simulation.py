@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.request import FinishReason
-from tests.scheduler.shadow import Simulation, make_request, simulate
+from tests.scheduler.simulation import Simulation
+from tests.scheduler.table_model import make_request
+from tests.scheduler.worlds import simulate
 
 SEEDS_PER_TEST = 50
 
@@ -20,7 +22,7 @@ def test_random_worlds(first_seed: int) -> None:
         try:
             outcomes.append(simulate(seed))
         except Exception as error:
-            error.add_note(f"replay with tests.scheduler.shadow.simulate({seed})")
+            error.add_note(f"replay with tests.scheduler.worlds.simulate({seed})")
             raise
     # As rough as they are meant to be.
     assert sum(outcome.num_preemptions for outcome in outcomes) > 20
@@ -130,9 +132,9 @@ COST_SCRIPT = """
 import time
 from jaxpaged.page_manager import PageManager
 from jaxpaged.scheduler import Scheduler, Sequence
-from tests.scheduler.shadow import make_request
+from tests.scheduler.table_model import make_request
 
-scheduler = Scheduler(PageManager(33 * 70, 16), max_num_seqs=33, max_num_batched_tokens=512, max_model_len=40_000)
+scheduler = Scheduler(PageManager(33 * 70, 16), max_num_seqs=33, max_num_batched_tokens=512, max_model_len=40_000, clock=time.monotonic)
 for index in range(32):
     scheduler.add(Sequence(make_request(f"r{index}", [index] * 100, max_tokens=900, ignore_eos=True)))
 for _ in range(10):
