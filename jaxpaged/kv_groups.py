@@ -49,8 +49,9 @@ class PageArithmetic:
         windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.windows = tuple((index, self.groups[index]) for index, _ in windows)
         self.num_full = len(self.groups) - len(windows)
-        # The tokens that one new token sees can begin in the middle of a page.
-        self._most_windowed = tuple((window + page_size - 2) // page_size + 1 for _, window in windows)
+        # The tokens that one new token sees can begin in the middle of a page; and while a step is in flight, the page that
+        # it was the last to see is still there.
+        self._most_windowed = tuple((window + page_size - 2) // page_size + 2 for _, window in windows)
 
     def pages_for(self, num_tokens: int) -> int:
         """Entries of one page table for `num_tokens` tokens."""
@@ -75,6 +76,17 @@ class PageArithmetic:
         num_pages = len(tables[0]) * len(tables)
         for index, _ in self.windows:
             num_pages -= self.num_given_back(tables[index])
+        return num_pages
+
+    def pages_to_come(self, tables: PageTables, num_tokens: int) -> int:
+        """Pages that a sequence with these tables will take beyond them, on its way to `num_tokens` tokens."""
+        num_entries = self.pages_for(num_tokens) - len(tables[0])
+        if num_entries <= 0:
+            return 0
+        num_pages = num_entries * self.num_full
+        for (index, _), most in zip(self.windows, self._most_windowed, strict=True):
+            num_held = len(tables[index]) - self.num_given_back(tables[index])
+            num_pages += min(num_entries, max(0, most - num_held))
         return num_pages
 
     def num_given_back(self, table: Sequence[int]) -> int:

@@ -43,6 +43,11 @@ class RunningSet:
         """Whether one sequence more may run."""
         return bool(self._free_slots)
 
+    @property
+    def has_ending(self) -> bool:
+        """Whether a sequence's last id is on its way, so that its pages come back soon."""
+        return any(sequence.num_tokens >= sequence.max_total_tokens for sequence in self.sequences)
+
     def enter(self, sequence: Sequence) -> None:
         """Gives a sequence, which has its cached pages, a slot."""
         self._num_admissions += 1
@@ -68,16 +73,12 @@ class RunningSet:
         self.version += 1
 
     def slide_windows(self, sequence: Sequence) -> None:
-        """Gives back the pages of windowed groups that the next tokens of a sequence do not see."""
-        position, size = sequence.num_computed_tokens, self._pages.page_size
-        for index, group in self._pages.arithmetic.windows:
-            first = group.first_page(position, size)
-            if first > 0 and sequence.tables[index][first - 1]:
-                # Steps that still run may have written them; all of them end before anybody can read the pages.
-                self._pages.commit(sequence.token_ids, sequence.tables, position, sequence.prefix)
-                self._pages.give_back_behind(sequence.tables, position)
-                self.version += 1
-                return
+        """Gives back the pages of windowed groups that the next tokens of a sequence do not see.
+
+        What steps in flight compute is kept until they have come back: only then is it known to be good, and findable.
+        """
+        if self._pages.give_back_behind(sequence.tables, sequence.num_confirmed_tokens):
+            self.version += 1
 
     def victim(self) -> Sequence | None:
         """Who loses its pages next: the last admitted of the lowest priority; None if nobody may be chosen."""
@@ -96,7 +97,7 @@ class RunningSet:
         # The last token of an answer is never computed.
         most = sequence.max_total_tokens - 1
         num_tokens = most if is_guarded(sequence) else min(sequence.num_tokens + 1, most)
-        return max(0, self._pages.arithmetic.peak_pages(num_tokens) - self.held_pages(sequence))
+        return self._pages.arithmetic.pages_to_come(sequence.tables, num_tokens)
 
     def kept_pages(self, sequence: Sequence) -> int:
         """Pages that must stay available for guarded sequences other than this one."""
@@ -125,4 +126,7 @@ class RunningSet:
         assert self.sequences == sorted(self.sequences, key=_ORDER), "the running sequences are out of order"
         assert self._guarded == [sequence for sequence in self._guarded if sequence in self.sequences], "a guarded sequence has left"
         assert len(self._guarded) == sum(map(is_guarded, self.sequences)), "a sequence is guarded and not known as such"
-        assert not self._guarded or self.kept_pages(self.sequences[0]) <= self._pages.num_available, "guarded pages were given away"
+        if not self._pages.arithmetic.windows:
+            # A window may lag behind by what is in flight.
+            kept = sum(map(self.pages_to_come, self._guarded))
+            assert kept <= self._pages.num_available, "pages that are kept for somebody were given away"

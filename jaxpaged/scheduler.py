@@ -28,7 +28,7 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason
-from jaxpaged.running_set import RunningSet
+from jaxpaged.running_set import RunningSet, is_guarded
 from jaxpaged.sample_groups import SampleGroups
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.sequence import NO_SLOT, Sequence, SequenceStatus
@@ -323,10 +323,10 @@ class Scheduler:
         running, num_pages = self._running, len(sequence.tables)
         while self._pages.num_available - running.kept_pages(sequence) < num_pages:
             victim = running.victim()
-            assert victim is not None, f"{sequence} has no page and nobody may lose any"
-            if self._in_flight and (victim is sequence or any(other.num_tokens >= other.max_total_tokens for other in running.sequences)):
+            if self._in_flight and (victim is None or victim is sequence or is_guarded(sequence) or running.has_ending):
                 # Pages are about to come back.
                 return False
+            assert victim is not None, f"{sequence} has no page and nobody may lose any"
             self._preempt(victim, draft)
             if victim is sequence:
                 return False

@@ -26,6 +26,7 @@ class _PackedRow(NamedTuple):
     row: ScheduledRow
     tables: tuple[tuple[int, ...], ...]
     token_ids: tuple[int, ...] | None
+    version: int
 
 
 class ShadowRunner:
@@ -38,6 +39,13 @@ class ShadowRunner:
         self._queue: deque[list[_PackedRow]] = deque()
         self._truths: dict[Sequence, Truth] = {}
         self._poisoned: set[Sequence] = set()
+        self._version = 0  # of the weights
+        self._versions = [0] * len(self._pool)
+        self._first_versions: dict[int, int] = {}  # epoch -> weights when its first row was packed
+
+    def change_weights(self) -> None:
+        """From the next step on numbers come from other weights: the prefix cache has to be reset at the same moment."""
+        self._version += 1
 
     def truth(self, sequence: Sequence) -> Truth:
         """What the sequence's tokens have to be."""
@@ -51,7 +59,8 @@ class ShadowRunner:
         for row in step.rows:
             sequence, end = row.sequence, row.start + row.num_tokens
             token_ids = None if row.takes_from_slot else tuple(sequence.token_ids[row.start : end])
-            packed.append(_PackedRow(row, tuple(map(tuple, sequence.tables)), token_ids))
+            packed.append(_PackedRow(row, tuple(map(tuple, sequence.tables)), token_ids, self._version))
+            self._first_versions.setdefault(row.epoch, self._version)
             self._check_written_pages(row, end)
         self._queue.append(packed)
 
@@ -62,7 +71,7 @@ class ShadowRunner:
             fails: rows whose numbers turn out useless; those that sample return NO_ID.
         """
         packed = self._queue.popleft()
-        for index, (row, tables, token_ids) in enumerate(packed):
+        for index, (row, tables, token_ids, version) in enumerate(packed):
             truth, end = self.truth(row.sequence), row.start + row.num_tokens
             truth.reach(end)
             if token_ids is None:
@@ -70,13 +79,16 @@ class ShadowRunner:
                 token_ids = (self._slot_ids[row.slot],)
             if row.sequence not in self._poisoned:
                 assert token_ids == tuple(truth.tokens[row.start : end]), f"{row.sequence} computes tokens that are not its own"
-            for group in range(len(tables)):
-                self._write(tables[group], group, truth.numbers, row.start, end)
             if index in fails and row.samples:
                 self._poisoned.add(row.sequence)
-                self._pool[self._place(tables[0], end - 1)] = POISON
+            is_poisoned = row.sequence in self._poisoned
+            for group, table in enumerate(tables):
+                for position in range(row.start, end):
+                    place = self._place(table, position)
+                    self._pool[place] = POISON if is_poisoned else truth.numbers[position] ^ group
+                    self._versions[place] = version
         ids = []
-        for row, tables, _ in packed:
+        for row, tables, *_ in packed:
             end = row.start + row.num_tokens
             if row.sequence in self._poisoned:
                 ids.append(NO_ID)
@@ -102,17 +114,15 @@ class ShadowRunner:
         size = self._pages.page_size
         return table[position // size] * size + position % size
 
-    def _write(self, table: tuple[int, ...], group: int, numbers: list[int], start: int, end: int) -> None:
-        for position in range(start, end):
-            self._pool[self._place(table, position)] = numbers[position] ^ group
-
     def _verify(self, row: ScheduledRow, group: int, table: tuple[int, ...], end: int) -> None:
         """Reads all that the row's tokens can see."""
         size, window = self._pages.page_size, self._pages.groups[group].window
         first = 0 if window is None else max(0, row.start - window + 1)
         pages = table[first // size : (end - 1) // size + 1]
         assert all(pages), f"{row.sequence} has given back a page that it still sees"
-        read = [number ^ group for page in pages for number in self._pool[page * size : (page + 1) * size]]
-        offset = first - first % size
+        places = [place for page in pages for place in range(page * size, (page + 1) * size)][first % size : end - first + first % size]
         expected = self.truth(row.sequence).numbers[first:end]
-        assert read[first - offset : end - offset] == expected, f"{row.sequence} reads a page of group {group} that is not its own"
+        read = [self._pool[place] ^ group for place in places]
+        assert read == expected, f"{row.sequence} reads a page of group {group} that is not its own"
+        oldest = min(self._versions[place] for place in places)
+        assert oldest >= self._first_versions[row.epoch], f"{row.sequence} was given a page from before the cache was reset"

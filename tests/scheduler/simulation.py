@@ -131,6 +131,11 @@ class Simulation:
         self._in_flight.clear()
         self.scheduler.check()
 
+    def reset_prefix_cache(self) -> None:
+        """New weights, and what was computed with the old ones is not to be shared."""
+        self.runner.change_weights()
+        self.scheduler.reset_prefix_cache()
+
     def step(self, between: Callable[[], None] | None = None, fails: frozenset[int] = frozenset()) -> ScheduledStep | None:
         """One turn of the engine's loop. `between` runs after a step was scheduled and before results are taken in.
 
@@ -142,8 +147,9 @@ class Simulation:
             self.outcome.num_expired += 1
             assert sequence.message
             self._end(sequence)
-        queue = self._queue()
+        queue, was_paused = self._queue(), scheduler.is_paused
         step = scheduler.schedule()
+        assert step is None or not was_paused, "something was scheduled in a pause"
         if step is None:
             if not self._in_flight:
                 assert not self._unfinished or scheduler.is_paused, "there are requests and nothing runs"
@@ -152,6 +158,7 @@ class Simulation:
             if self._checks_steps:
                 self._check_step(step)
                 self._check_order(step, queue)
+                self._check_guarded()
                 scheduler.check()
             self._count(step)
             self.runner.dispatch(step)
@@ -275,7 +282,7 @@ class Simulation:
             for group, table in zip(self.pages.groups, sequence.tables, strict=True):
                 # Exactly as many pages as the tokens take, at multiples of the page size too.
                 assert len(table) == -(-end // self.pages.page_size)
-                assert table.count(0) == group.first_page(row.start, self.pages.page_size)
+                assert table.count(0) == group.first_page(sequence.num_confirmed_tokens, self.pages.page_size)
         in_rows = {row.sequence.request_id for row in rows}
         assert all(sequence.request_id in in_rows for sequence in step.admitted)
         for sequence in step.preempted:
@@ -315,6 +322,14 @@ class Simulation:
             self._admissions[sequence] = self._num_admissions
         assert set(self.scheduler.sequences) == set(self._unfinished), "a request was lost"
         assert set(self.scheduler.sequences[: self.scheduler.num_running]) == set(self._admissions)
+
+    def _check_guarded(self) -> None:
+        """Whoever was preempted twice has all its pages, or they are there for it (and come back to it, behind a window)."""
+        if any(group.window is not None for group in self.pages.groups):
+            return
+        guarded = [sequence for sequence in self._admissions if sequence.num_preemptions == 2]
+        kept = sum(self.pages.pages_for(sequence.max_total_tokens - 1) - len(sequence.pages) for sequence in guarded)
+        assert kept * len(self.pages.groups) <= self.pages.num_available, "pages that are kept for somebody were given away"
 
     def _count(self, step: ScheduledStep) -> None:
         outcome = self.outcome

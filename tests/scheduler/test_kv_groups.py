@@ -36,8 +36,8 @@ def test_peak_is_what_a_sequence_holds_at_most_on_its_way(groups: tuple[KVGroup,
     held = [0] + [arithmetic.pages_between(number - 1, number) for number in range(1, 60)]
     for num_tokens in range(60):
         exact = max(held[: num_tokens + 1])
-        # A window may begin in the middle of a page; on short ways it has not done so yet.
-        assert exact <= arithmetic.peak_pages(num_tokens) <= exact + sum(group.window is not None for group in groups)
+        # A window may begin in the middle of a page, and lag behind by a step in flight: on short ways it has done neither.
+        assert exact <= arithmetic.peak_pages(num_tokens) <= exact + 2 * sum(group.window is not None for group in groups)
     for num_pages in range(1, 80):
         most = arithmetic.most_tokens(num_pages, 59)
         assert arithmetic.peak_pages(most) <= num_pages

@@ -3,11 +3,10 @@
 import random
 from collections import deque
 
-import pytest
-
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import InvalidRequestError, QueueFullError
 from jaxpaged.kv_groups import FULL, KVGroup
+from jaxpaged.output_lengths import OutputLengths
 from jaxpaged.request import Request, samples_of
 from jaxpaged.scheduler import ScheduledStep
 from tests.scheduler.simulation import Outcome, Simulation
@@ -46,12 +45,17 @@ class World:
             token_buckets=rng.choice(((), (2, 4, 8, 16, 32, 64))),
             cost=self.cost,
         )
+        if rng.random() < 0.4:
+            # It believes that every answer ends at once, so that pages run out often.
+            self.simulation.scheduler._admission.lengths = OutputLengths(0.0)
+            self.simulation.scheduler._admission.lengths.record(1)
         pool = self.simulation.pages
         self.longest_prompt = min(self.max_model_len - 1, pool.arithmetic.most_tokens(num_usable, 60) - 1)
         self.families = [[rng.randrange(3) for _ in range(self.longest_prompt)] for _ in range(3)]
         duration = rng.choice((0.5, 2.0, 6.0))
         num_clients = rng.randint(8, 50)
         self.arrivals = deque(sorted(rng.uniform(0, duration) for _ in range(num_clients)))
+        self.long_chance = rng.choice((0.1, 0.2, 0.7))
         self.priorities = rng.choice(((0,), (0,), (0, 1), (-1, 0, 0, 5)))
         self.abort_chance = rng.choice((0.0, 0.01, 0.05))
         self.reset_chance = rng.choice((0.0, 0.0, 0.02))
@@ -100,7 +104,7 @@ class World:
         """A client comes with a request, or with several samples of one."""
         rng = self.rng
         family = rng.choice(self.families)
-        length = rng.randint(1, self.longest_prompt if rng.random() < 0.2 else min(12, self.longest_prompt))
+        length = rng.randint(1, self.longest_prompt if rng.random() < self.long_chance else min(12, self.longest_prompt))
         num_shared = rng.randint(0, length)
         max_tokens = rng.choice((None, 1, rng.randint(1, 60)))
         request = make_request(
@@ -116,8 +120,12 @@ class World:
         for sample in samples_of(request, rng.randint(2, 4)) if rng.random() < 0.15 else [request]:
             self.add(sample)
         if rng.random() < 0.05 and (unfinished := self.simulation.scheduler.sequences):
-            with pytest.raises(InvalidRequestError, match="already in use"):
+            try:
                 self.simulation.add(make_request(rng.choice(unfinished).request_id, [1]))
+            except InvalidRequestError as error:
+                assert "already in use" in error.message
+            else:
+                raise AssertionError("an id was taken twice")
 
     def add(self, request: Request) -> None:
         """The request is queued, or refused exactly when the queue is full."""
@@ -127,12 +135,13 @@ class World:
         num_tokens = len(request.prompt_token_ids) + sum(sequence.num_prompt_tokens for sequence in waiting)
         is_full = most_requests is not None and len(waiting) >= most_requests
         is_full |= most_tokens is not None and bool(waiting) and num_tokens > most_tokens
-        if is_full:
-            with pytest.raises(QueueFullError):
-                self.simulation.add(request)
+        try:
+            sequence = self.simulation.add(request)
+        except QueueFullError:
+            assert is_full, "a request was refused, and there was room"
             self.num_refused += 1
             return
-        sequence = self.simulation.add(request)
+        assert not is_full, "a request was queued, and the queue was full"
         sequence.needs_host = self.rng.random() < 0.1
 
     def disturb(self) -> None:
@@ -141,7 +150,7 @@ class World:
         if rng.random() < self.abort_chance and (unfinished := simulation.scheduler.sequences):
             simulation.abort(rng.choice(unfinished).request_id)
         if rng.random() < self.reset_chance:
-            simulation.scheduler.reset_prefix_cache()
+            simulation.reset_prefix_cache()
         if rng.random() < self.pause_chance:
             simulation.scheduler.pause()
 
