@@ -321,6 +321,6 @@ class PlantedBug:
 SCHEDULER_BUGS = [
     PlantedBug(plant, seed)
     for plant, seed in (
-#SEEDS
+        # SEEDS
     )
 ]

@@ -56,7 +56,7 @@ def expect_short_answers(scheduler: Scheduler) -> None:
 
 
 def fill_two(scheduler: Scheduler) -> tuple[Sequence, Sequence]:
-    """Two sequences of 8 computed tokens in a pool of 4 pages of 4, both about to need a page that is not there."""
+    """Two sequences of 8 computed tokens in a pool of 5 pages of 4, both about to need a page that is not there."""
     expect_short_answers(scheduler)
     a = add(scheduler, "a", 7, max_tokens=5)
     b = add(scheduler, "b", 7, max_tokens=5)

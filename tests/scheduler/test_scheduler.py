@@ -177,7 +177,7 @@ def test_admission_looks_at_the_pages_that_running_prompts_still_need() -> None:
 
 
 def test_the_last_admitted_loses_its_pages_and_goes_to_the_front() -> None:
-    scheduler = make_scheduler(num_usable=4, page_size=4)
+    scheduler = make_scheduler(num_usable=5, page_size=4)
     a, b = fill_two(scheduler)
     c = add(scheduler, "c", 3)
     scheduled = step(scheduler)
@@ -189,11 +189,11 @@ def test_the_last_admitted_loses_its_pages_and_goes_to_the_front() -> None:
     # Never for admission: b needs 3 pages and gets them when a has ended.
     while not a.is_finished:
         assert not step(scheduler).admitted
-    # One page of its two was recycled, the last; the first is found again, and that is no prefix hit of a prompt.
+    # Its two full pages are found again, and that is no prefix hit of a prompt.
     scheduled = step(scheduler)
     assert scheduled.admitted == (b, c)
     assert b.num_cached_tokens == 0
-    assert [row[:3] for row in rows_of(scheduled) if row[0] == "b"] == [("b", 4, 5)]
+    assert [row[:3] for row in rows_of(scheduled) if row[0] == "b"] == [("b", 8, 1)]
     assert (scheduled.prefix_queries_tokens, scheduled.prefix_hits_tokens) == (3, 0)
 
 

@@ -109,7 +109,7 @@ def test_stop_string_ends_a_running_sequence_and_beats_length() -> None:
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decoding", "preempted", "scheduled", "finished"])
 def test_pages_come_back_exactly_once_whatever_the_state(state: str) -> None:
     """O-40."""
-    scheduler = make_scheduler(num_usable=4, page_size=4, max_num_batched_tokens=16)
+    scheduler = make_scheduler(num_usable=5, page_size=4, max_num_batched_tokens=16)
     if state == "preempted":
         _, sequence = fill_two(scheduler)
         step(scheduler)
