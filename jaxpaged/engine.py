@@ -253,6 +253,7 @@ class Engine:
     def drain_failed(self) -> list[RequestOutput]:
         """After a fatal error: ends every unfinished request with it and returns their last outputs, and those the failed step had made."""
         outputs, self._outputs = self._outputs, []
+        self._in_flight.clear()
         for answer in list(self._answers.values()):
             self._fail(answer, self._fatal or "the engine stopped")
             outputs.append(self._end(answer))
