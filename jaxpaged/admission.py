@@ -91,7 +91,8 @@ class Admission:
                 self._enter(candidate, draft)
                 num_tokens = running.fitting_tokens(candidate, min(candidate.num_uncomputed_tokens, draft.budget))
                 is_grown = self._pages.grow(candidate.tables, candidate.num_computed_tokens + num_tokens)
-                assert is_grown and num_tokens > 0, f"{candidate}: no pages for {num_tokens} tokens that were there a moment ago"
+                assert is_grown, f"{candidate}: no pages for {num_tokens} tokens that were there a moment ago"
+                assert num_tokens > 0, f"{candidate}: admitted for nothing"
                 draft.take_chunk(candidate, num_tokens)
                 load.add(candidate)
         self._no_room_reason = reason

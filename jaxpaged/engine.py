@@ -34,7 +34,13 @@ class _Timer:
 
 
 class _StartedStep(NamedTuple):
-    """A step on the device. `ids` are its results to come, `started_s` is when it was handed over, and `run_s` how long that took; in seconds."""
+    """A step on the device.
+
+    Attributes:
+        ids: its results to come.
+        started_s: monotonic time at which it was handed over.
+        run_s: seconds that the handing over took.
+    """
 
     step: ScheduledStep
     ids: Any

@@ -6,8 +6,8 @@ from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError
 from jaxpaged.request import FinishReason
 from jaxpaged.scheduler import SequenceStatus
 from tests.scheduler.simulation import Simulation
-from tests.scheduler.table_model import make_request
 from tests.scheduler.steps import add, fill_two, make_scheduler, rows_of, step
+from tests.scheduler.table_model import make_request
 
 # The door
 

@@ -4,8 +4,8 @@ import pytest
 
 from jaxpaged.request import FinishReason
 from jaxpaged.scheduler import SequenceStatus
-from tests.scheduler.table_model import END_TOKENS
 from tests.scheduler.steps import add, fill_two, make_scheduler, step
+from tests.scheduler.table_model import END_TOKENS
 
 # How a request ends
 
