@@ -169,6 +169,7 @@ def test_the_pool_stayed_where_it_is(world: World) -> None:
     bench = real_bench(world.real, canary=world.long_canary, after=world._after_step)
     bench.after_check()
     assert world.num_steps >= 100
+    print(f"{world.equality.num_compared} tokens compared over {world.num_steps} steps, ties: {world.equality.ties}")
     runner = world.real.engine.runner
     for layout, program in runner.programs.items():
         memory = program.memory_analysis()

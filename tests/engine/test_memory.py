@@ -229,7 +229,7 @@ def test_memory_of_the_process_after_three_rounds(tmp_path: Path, programs: Path
     figures = json.loads(done.stdout)
     closed = [after for _, after in figures]
     assert all(after - closed[0] < 60 * MIB for after in closed), figures
-    assert all(opened - after > 100 * MIB for opened, after in figures), figures
+    assert all(opened - after > 160 * MIB for opened, after in figures), figures
 
 
 def test_a_layer_is_traced_once_per_program(tiny: Started, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +251,9 @@ def test_a_layer_is_traced_once_per_program(tiny: Started, monkeypatch: pytest.M
     assert num_traced == 3, "a step was traced again"
 
 
+@pytest.mark.usefixtures("tiny")
 def test_programs_are_counted_and_come_from_the_cache(tiny_folder: Path, tmp_path: Path) -> None:
-    """A cold folder compiles, a warm one does not, and every program is an event before ready."""
+    """A cold folder compiles, a warm one does not, after an engine with another folder as well; every program is an event before ready."""
     for from_cache in (False, True):
         log = EventLog()
         start_tiny(tiny_folder, programs=tmp_path, sinks=[log], **ONE_BUCKET).engine.close()
