@@ -107,6 +107,7 @@ def run_shuffled(requests: Sequence[Request], bench: Bench, *, seed: int, arrive
         bench.step()
 
 
+@pytest.mark.min_jax
 @pytest.mark.parametrize("num_seqs", [2, 3, 8, 17])
 def test_o56_a_batch_answers_as_each_alone(world: World, num_seqs: int) -> None:
     bench = world.bench(max_num_seqs=num_seqs, enable_prefix_caching=False)
