@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 class Interrupt:
@@ -15,6 +16,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.is_set = False
+        self.is_over = False
+        self.before: Any = signal.default_int_handler
 
     def note(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler. A second Ctrl-C does not wait for the step."""
@@ -35,11 +38,24 @@ def noted_interrupts() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = signal.signal(signal.SIGINT, interrupt.note)
+    interrupt.before = signal.signal(signal.SIGINT, interrupt.note)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        interrupt.is_over = True
+        _restore()
+
+
+def _restore() -> None:
+    """Puts back the handler of the innermost block that is not over.
+
+    A generator's block can outlive the one around it; restoring blindly would bring back the handler of a block that is over, and the
+    next Ctrl-C would be noted for nobody.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    while isinstance(owner := getattr(handler, "__self__", None), Interrupt) and owner.is_over:
+        handler = owner.before
+    signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

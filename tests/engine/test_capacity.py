@@ -298,7 +298,8 @@ def test_o40_mixed_requests_leave_nothing(script_tokenizer: Tokenizer, num_reque
                 one.step()
     reasons = {event.reason for event in one.events.of(events.RequestFinished)}
     assert reasons == {"stop", "length", "abort", "error"}
-    assert sum(event.num_preempted for event in one.events.of(events.StepFinished)) > num_requests / 20
+    # Admission learns how long answers are here, so few lose their pages; enough still do.
+    assert sum(event.num_preempted for event in one.events.of(events.StepFinished)) > num_requests / 40
     one.after_check()
 
 
