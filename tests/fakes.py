@@ -240,11 +240,13 @@ class Bench:
         tokenizer: the model's.
         eos_token_ids: end tokens of the model.
         enable_prefix_caching: as for `Engine`.
-        max_in_flight: as for `Engine`.
+        max_in_flight: as for `Engine`; None: `default_in_flight`, which the fixture `in_flight` sets.
         canary: what the canary answered when the device was new; None asks it now.
         canary_prompt: what the canary asks.
         canary_tokens: how long it answers.
     """
+
+    default_in_flight = 1
 
     def __init__(
         self,
@@ -253,14 +255,20 @@ class Bench:
         *,
         eos_token_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
-        max_in_flight: int = 1,
+        max_in_flight: int | None = None,
         canary: Canary | None = None,
         canary_prompt: Prompt = (5, 6, 7, 8),
         canary_tokens: int = 16,
     ) -> None:
         self.events = EventLog()
         self.runner, self.tokenizer = runner, tokenizer
-        self.engine = Engine(runner, tokenizer, enable_prefix_caching=enable_prefix_caching, max_in_flight=max_in_flight, sink=self.events)
+        self.engine = Engine(
+            runner,
+            tokenizer,
+            enable_prefix_caching=enable_prefix_caching,
+            max_in_flight=max_in_flight or self.default_in_flight,
+            sink=self.events,
+        )
         self.intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(eos_token_ids), vocab=runner.vocab, seed=0)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.last: dict[str, RequestOutput] = {}

@@ -62,7 +62,13 @@ def long_real_canary(real: Started) -> Canary:
 
 
 def real_bench(
-    real: Started, *, canary: Canary | None = None, canary_tokens: int = 16, enable_prefix_caching: bool = True, **narrow: Any
+    real: Started,
+    *,
+    canary: Canary | None = None,
+    canary_tokens: int = 16,
+    enable_prefix_caching: bool = True,
+    max_in_flight: int | None = None,
+    **narrow: Any,
 ) -> Bench:
     """An engine of its own over the real model's programs; `narrow` as for `NarrowRunner`."""
     return Bench(
@@ -70,6 +76,7 @@ def real_bench(
         real.intake.tokenizer,
         eos_token_ids=real.intake.eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
+        max_in_flight=max_in_flight,
         canary=canary,
         canary_prompt="Once upon a time",
         canary_tokens=canary_tokens,
@@ -152,3 +159,10 @@ def mortal(tiny_folder: Path, programs: Path, async_log: EventLog) -> Iterator[A
     assert llm._mailboxes == {}
     assert is_idle(llm)
     check_ends(async_log)
+
+
+@pytest.fixture(params=[1, 2], ids=["waits", "overlaps"])
+def in_flight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Steps that benches start before they take in the oldest."""
+    monkeypatch.setattr(Bench, "default_in_flight", request.param)
+    return int(request.param)

@@ -15,7 +15,7 @@ from jaxpaged.tokenizer import Tokenizer
 from tests.fakes import Bench, FailingRunner, History, ScriptRunner, free_talk
 from tests.text.vocabularies import id_of
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]
 
 VOCAB = 259
 EOS = 2

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import events
+from jaxpaged.batch import BatchLayout
 from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.model_runner import Runner
@@ -17,11 +18,10 @@ from tests.fakes import Bench, FailingRunner, History, ScriptRunner, free_talk, 
 from tests.text.vocabularies import id_of
 from tests.tiny_model import save_safetensors, write_tiny_llama
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]
 
 VOCAB = 259
 TALK = free_talk(VOCAB, avoid=(0, 1, 2))
-CANARY_STEPS = 16
 
 
 class DeviceError(Exception):
@@ -36,17 +36,31 @@ def bench(runner: Runner, tokenizer: Tokenizer) -> Bench:
     return Bench(runner, tokenizer, eos_token_ids=(2,))
 
 
-@pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_fatal_error_ends_every_request_once(script_tokenizer: Tokenizer, step: int) -> None:
-    def before(number: int) -> None:
-        if number == CANARY_STEPS + step:
-            raise DeviceError("the device is gone")
+class LateFailure:
+    """Ids that never come: a device that runs behind the host reports an error only to who waits for its result."""
 
-    runner = FailingRunner(script(max_num_seqs=2, max_num_batched_tokens=16), before=before)
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise DeviceError("the device is gone")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_fatal_error_ends_every_request_once(script_tokenizer: Tokenizer, step: int, is_late: bool) -> None:
+    runner = FailingRunner(script(max_num_seqs=2, max_num_batched_tokens=16))
     one = bench(runner, script_tokenizer)
+    num_before, run_inner = runner.num_steps, runner.run
+
+    def run(layout: BatchLayout, blob: np.ndarray) -> Any:
+        if runner.num_steps == num_before + step - 1:
+            if not is_late:
+                raise DeviceError("the device is gone")
+            return LateFailure()
+        return run_inner(layout, blob)
+
+    runner.run = run  # type: ignore[method-assign]
     ids = [one.add([10 + key] * 30, max_tokens=20, output_kind=RequestOutputKind.DELTA) for key in range(4)]
     with pytest.raises(EngineDeadError, match="^the engine stopped: the device is gone$"):
-        for _ in range(step):
+        for _ in range(step + 1):
             one.step()
     assert one.engine.is_dead
     for request_id in ids:
@@ -225,7 +239,8 @@ def test_what_a_failing_step_had_ready_is_delivered(script_tokenizer: Tokenizer)
     one = bench(script(), script_tokenizer)
     ends = one.add([10] * 9, max_tokens=2)
     goes_on = one.add([11] * 9, max_tokens=8)
-    one.step()
+    while not all(sequence.num_output_tokens for sequence in one.engine.scheduler.sequences):
+        one.step()
 
     class Broken(list[events.Event]):
         def __call__(self, event: events.Event, /) -> None:

@@ -12,7 +12,7 @@ from tests.fakes import Bench, ScriptRunner, follow, free_talk, start_tiny
 from tests.text.vocabularies import byte_level, id_of
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]
 
 CANARY = (4, 4, 4)
 PROMPT = (40, 41, 42)
