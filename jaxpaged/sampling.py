@@ -112,7 +112,7 @@ def keep_threshold(
     search_p = has_p & ~is_decided
     return lax.cond(
         jnp.any(search_p),
-        lambda low: jnp.where(search_p, jnp.maximum(low, _mass_edge(scaled, weights, low, wanted)), low),
+        lambda low: jnp.where(search_p, jnp.fmax(low, _mass_edge(scaled, weights, low, wanted)), low),
         lambda low: low,
         low_p,
     )
@@ -169,9 +169,14 @@ def _pick(weights: Float[Array, "rows vocab"], draw: Float[Array, "rows"]) -> In
     ends = jnp.cumsum(sums, axis=-1)
     # The product can round up to the total itself, which no running sum passes.
     target = jnp.minimum(draw * ends[:, -1], jnp.nextafter(ends[:, -1], jnp.float32(0)))
-    block = jnp.sum(ends <= target[:, None], axis=-1)
+    # Running sums are not exactly monotonic (they are added up in a tree), and can grow by a last bit over blocks that have no weight:
+    # only blocks with weight are looked at, and the last of them takes what rounding leaves over.
+    has_weight = sums > 0
+    passes = has_weight & (ends > target[:, None])
+    last_block = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
+    block = jnp.where(jnp.any(passes, axis=-1), jnp.argmax(passes, axis=-1), last_block)
     row = jnp.arange(num_rows)
-    rest = target - (ends[row, block] - sums[row, block])
+    rest = jnp.maximum(target - (ends[row, block] - sums[row, block]), 0)  # below 0 the first id would come out, weight or not
     own = blocks[row, block]
     within = jnp.sum(jnp.cumsum(own, axis=-1) <= rest[:, None], axis=-1)
     # Sums in another order differ in the last bit: never run past the last id that has weight.

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
-from jaxpaged.sampling import NO_ID, NUM_TOP, keep_threshold, sample, uniform
+from jaxpaged.sampling import NO_ID, NUM_TOP, _pick, keep_threshold, sample, uniform
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -287,3 +287,19 @@ def test_draws_stay_on_ids_that_are_kept_at_the_edges_of_blocks() -> None:
     assert set(ids.tolist()) == set(allowed)
     statistic, degrees = chi_square(np.searchsorted(allowed, ids), np.full(len(allowed), 1 / len(allowed)))
     assert statistic < critical_chi_square(degrees)
+
+
+@pytest.mark.parametrize("num_kept", [20, 50, 500])
+def test_no_draw_lands_on_an_id_without_weight_whatever_rounding_does(num_kept: int) -> None:
+    """Draws at the very edges of ids: running sums over blocks are not monotonic to the last bit."""
+    rng = np.random.default_rng(num_kept)
+    vocab = 49152
+    pick = jax.jit(_pick)
+    for _ in range(20):
+        weights = np.zeros(vocab, np.float32)
+        weights[rng.choice(vocab, num_kept, replace=False)] = np.exp(2 * rng.standard_normal(num_kept))
+        sums = np.cumsum(weights[weights > 0].astype(np.float64))
+        edges = np.round(sums / sums[-1] * 2**23)[:: num_kept // 20]
+        draws = np.clip(np.concatenate([edges - 1, edges, edges + 1]), 0, 2**23 - 1).astype(np.float32) / np.float32(2**23)
+        ids = np.asarray(pick(jnp.broadcast_to(weights, (len(draws), vocab)), draws))
+        assert (weights[ids] > 0).all()
