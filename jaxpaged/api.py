@@ -1,5 +1,6 @@
 """What `LLM` and `AsyncLLM` share: options, sinks, the shape of prompts."""
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(f"prompts must be a text, token ids or a list of them, got {type(prompts).__name__}", param="prompt")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, numbers.Integral) for item in prompts):  # numpy's integers, too
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -62,6 +63,8 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: in
     """One for each prompt. Raises InvalidRequestError when there are neither one nor `count`."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidRequestError(f"sampling_params must be SamplingParams or a list, got {type(params).__name__}", param="sampling_params")
     if len(params) != count:
         raise InvalidRequestError(
             f"{len(params)} sampling_params for {count} prompts; give one for all or one each", param="sampling_params"

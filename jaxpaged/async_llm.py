@@ -234,7 +234,11 @@ class AsyncLLM:
             params = msgspec.structs.replace(params, output_kind=kind)
         loop = asyncio.get_running_loop()
         make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id)
-        request = await loop.run_in_executor(self._tokenizer_pool, make)
+        try:
+            making = loop.run_in_executor(self._tokenizer_pool, make)
+        except RuntimeError:  # another thread has closed the engine since the check
+            raise EngineDeadError("the engine is closed") from None
+        request = await making
         mailbox = _Mailbox(loop)
         is_delta = request.params.output_kind is RequestOutputKind.DELTA
 
@@ -308,8 +312,11 @@ class AsyncLLM:
     def _die(self, error: Exception) -> None:
         self._death = self._death or str(error) or type(error).__name__
         self._engine.die(error)
-        # A request that ended in the failing step keeps its end.
-        self._deliver([output for output in self._engine.drain_failed() if output.error is None])
+        try:
+            # A request that ended in the failing step keeps its end.
+            self._deliver([output for output in self._engine.drain_failed() if output.error is None])
+        except Exception as second:  # books that are wrong already; whoever waits is told all the same
+            self._death = f"{self._death} (and then {type(second).__name__}: {second})"
         mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox, _ in mailboxes.values():
             self._on_loop(mailbox.loop, functools.partial(mailbox.fail, EngineDeadError(self._death)))

@@ -216,7 +216,7 @@ class Engine:
         # Steps run one after another: this one began when the one before it was done, or when it was started.
         self.scheduler.observe(step, timer.last - max(started.started_s, self._last_done_s))
         self._last_done_s = timer.last
-        awaited = [row for row in step.rows if row.samples and row.is_awaited]
+        awaited = [row for row, token_id in zip(step.rows, ids, strict=False) if row.is_awaited and (row.samples or token_id == NO_ID)]
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()
@@ -274,14 +274,16 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        for request_id in list(self._answers):
-            self.abort(request_id)
-        for started in self._in_flight:
-            with contextlib.suppress(Exception):  # what a step failed with has been told already
-                np.asarray(started.ids)
-        self._in_flight.clear()
-        self.runner.close()
-        self._emit(events.EngineStopped(time_s=self.clocks.wall(), message=self._fatal or ""))
+        try:
+            for request_id in list(self._answers):
+                self.abort(request_id)
+        finally:  # whatever is wrong with the books of a dead engine, its memory comes back
+            for started in self._in_flight:
+                with contextlib.suppress(Exception):  # what a step failed with has been told already
+                    np.asarray(started.ids)
+            self._in_flight.clear()
+            self.runner.close()
+            self._emit(events.EngineStopped(time_s=self.clocks.wall(), message=self._fatal or ""))
 
     def _check_alive(self) -> None:
         if self._fatal is not None:
@@ -319,8 +321,9 @@ class Engine:
             )
 
     def _fail_rows_without_id(self, step: ScheduledStep, ids: np.ndarray) -> None:
+        """Chunks of prompts as well: a NaN spoils earlier positions of its step too, and their pages must not be found by others."""
         for row, token_id in zip(step.rows, ids, strict=False):
-            if token_id == NO_ID and row.samples and row.is_awaited:
+            if token_id == NO_ID and row.is_awaited:
                 answer = self._answers[row.sequence.request_id]
                 self._fail(answer, "the model gave no usable number for the next token (NaN, or every token is forbidden)")
 

@@ -19,6 +19,7 @@ type Messages = Sequence[Mapping[str, Any]]
 
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 MAX_EOS_IDS = MAX_BANNED_IDS - MAX_STOP_TOKEN_IDS
+MAX_REQUEST_ID_CHARS = 1024
 
 
 class Intake:
@@ -68,6 +69,8 @@ class Intake:
         Raises:
             InvalidRequestError: a malformed prompt, ids or parameters out of range. (Lengths are checked by `Scheduler.check_fits`.)
         """
+        if request_id is not None and not (isinstance(request_id, str) and 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS):
+            raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
         text, token_ids = self._token_ids(prompt)
         params = self._complete(params)
         for token_id in params.stop_token_ids or ():

@@ -69,10 +69,11 @@ def write(
     """Puts each token's key and value at its page and offset; pages beyond the pool (padding) are dropped."""
 
     def put(pool: Array, new: Array) -> Array:
-        if pool.dtype == jnp.float8_e4m3fn:
-            # The cast would turn what is too large into NaN, which would then spread over the whole answer.
-            limit = float(jnp.finfo(pool.dtype).max)
-            new = jnp.clip(new, -limit, limit)
+        limit = float(jnp.finfo(pool.dtype).max)
+        if limit < float(jnp.finfo(new.dtype).max):
+            # The cast would turn what is too large into NaN or infinity, which would then spread over the whole answer.
+            # In float32, since bfloat16 has no number between 65280 and 65536.
+            new = jnp.clip(new.astype(jnp.float32), -limit, limit)
         at = pool.at[layer, write_pages, :, write_offsets]
         return at.set(new.astype(pool.dtype), mode="drop", unique_indices=True)
 

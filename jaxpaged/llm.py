@@ -3,14 +3,16 @@
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, settle_config
 from jaxpaged.config import Config
-from jaxpaged.errors import EngineDeadError, InvalidRequestError
+from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
@@ -41,13 +43,14 @@ class LLM:
     ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._own_sinks: list[Sink] = []
         if sinks is None:
             self._own_sinks = open_own_sinks(self.config, is_quiet=config is None)
         self._metrics = EngineMetrics()
         # A step serves every open request, not only those of the call that makes it: the others' outputs wait here.
         self._mail: dict[str, list[RequestOutput]] = {}
+        self._left: deque[str] = deque()  # requests of streams that were closed
         try:
             # JAX is imported here, after the limits of the process are set.
             from jaxpaged.start import start_engine
@@ -86,7 +89,7 @@ class LLM:
         """
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
-        with self._lock, held_interrupts() as interrupt:
+        with self._turn() as interrupt:
             requests, outputs = self._admit(several, params, on_error, interrupt)
             self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
@@ -126,11 +129,11 @@ class LLM:
         request = self._intake.request(prompt, params, arrival_s=time.monotonic())
         mail: list[RequestOutput] = []
         try:
-            with self._lock, held_interrupts():
+            with self._turn():
                 self._engine.add(request)
                 self._mail[request.request_id] = mail
             while True:
-                with self._lock, held_interrupts():
+                with self._turn():
                     if not mail:
                         self._step()
                     outputs, mail[:] = list(mail), []
@@ -138,9 +141,9 @@ class LLM:
                 if any(output.finished for output in outputs):
                     return
         finally:
-            with self._lock, held_interrupts():
-                self._mail.pop(request.request_id, None)
-                self._engine.abort(request.request_id)
+            # The garbage collector may come here on a thread that is in the middle of a step.
+            self._left.append(request.request_id)
+            self._abort_left()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -156,12 +159,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages that nobody uses."""
-        with self._lock:
+        with self._turn():
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Gives weights and page pool back; a second call does nothing."""
-        with self._lock:
+        with self._turn():
             self._engine.close()
             self._close_sinks()
 
@@ -170,6 +173,30 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Interrupt]:
+        """The engine to oneself; Ctrl-C waits for the end of the block."""
+        try:
+            with self._lock, held_interrupts() as interrupt:
+                yield interrupt
+        finally:
+            self._abort_left()  # those that left meanwhile
+
+    def _abort_left(self) -> None:
+        """Aborts the requests of closed streams, or leaves that to whoever has the engine: between two steps, or at the end of the turn."""
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                with held_interrupts():
+                    self._abort_those_left()
+            finally:
+                self._lock.release()
+
+    def _abort_those_left(self) -> None:
+        while self._left:
+            request_id = self._left.popleft()
+            self._mail.pop(request_id, None)
+            self._engine.abort(request_id)
 
     def _admit(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str, interrupt: Interrupt
@@ -193,8 +220,15 @@ class LLM:
                     at = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise type(error)(at + error.message, param=error.param) from error
                 outputs[index] = failed_output(self._intake.new_id(), prompt, error, now)
-        for _, request in checked:
-            self._engine.add(request)
+        added: list[str] = []
+        try:
+            for _, request in checked:
+                self._engine.add(request)
+                added.append(request.request_id)
+        except JaxpagedError:  # the queue is full: all or none
+            for request_id in added:
+                self._engine.abort(request_id)
+            raise
         return {request.request_id: index for index, request in checked}, outputs
 
     def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
@@ -222,6 +256,7 @@ class LLM:
                 bar(None, 0.0)
 
     def _step(self) -> None:
+        self._abort_those_left()
         try:
             outputs = self._engine.step()
         except EngineDeadError:

@@ -46,9 +46,10 @@ class Answer:
     def output(self) -> RequestOutput:
         """All so far, or what is new since the last call, as the request's `output_kind` says."""
         sequence = self.sequence
-        text, first_token = "" if self._detokenizer is None else self._detokenizer.text, 0
         if self.request.params.output_kind is RequestOutputKind.DELTA:
             text, first_token = "".join(self._new_text), self._num_given_tokens
+        else:
+            text, first_token = "" if self._detokenizer is None else self._detokenizer.text, 0
         self._new_text.clear()
         self._num_given_tokens = sequence.num_output_tokens
         completion = CompletionOutput(

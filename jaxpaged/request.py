@@ -89,8 +89,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
-        if self.min_tokens is None:
-            raise InvalidRequestError("min_tokens must be an integer, got None", param="min_tokens")
+        for name in ("n", "min_tokens", "stream_interval"):
+            if getattr(self, name) is None:
+                raise InvalidRequestError(f"{name} must be an integer, got None", param=name)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {_show(self.output_kind)}", param="output_kind")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):

@@ -1,7 +1,8 @@
 """Starting an engine from the options: resolve, load, pool, compile, ready; each phase is an event."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 from jaxpaged import events
 from jaxpaged.config import Config
 from jaxpaged.engine import Clocks, Engine
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, MemoryBudgetError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import MAX_EOS_IDS, Intake
 from jaxpaged.loading.cache_folder import cache_home
@@ -50,7 +51,8 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
     use_persistent_cache(_compile_cache_folder(config))
     phase("load", f"loading {files.name}")
     tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template)
-    model, texts = load_model(config.model, files, is_gpu=is_gpu)
+    with _memory_budget():
+        model, texts = load_model(config.model, files, is_gpu=is_gpu)
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=model.config.max_positions)
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
@@ -67,16 +69,17 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
         phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
 
     phase("pool", "allocating the page pool")
-    runner = ModelRunner(
-        model,
-        limits=limits,
-        cache=config.cache,
-        num_ids=min(tokenizer.vocab_size, model.config.vocab),
-        max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
-        fits_context=config.model.max_model_len == "auto",
-        on_compiled=on_compiled,
-        before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
-    )
+    with _memory_budget():
+        runner = ModelRunner(
+            model,
+            limits=limits,
+            cache=config.cache,
+            num_ids=min(tokenizer.vocab_size, model.config.vocab),
+            max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
+            fits_context=config.model.max_model_len == "auto",
+            on_compiled=on_compiled,
+            before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
+        )
     eos_token_ids = frozenset((*texts.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
@@ -114,6 +117,21 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return Started(engine, intake)
+
+
+@contextlib.contextmanager
+def _memory_budget() -> Iterator[None]:
+    """What the device has no memory for becomes a sentence."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise MemoryBudgetError(
+            f"the device has not enough memory for weights, page pool and step programs ({first_line}): "
+            "lower cache.memory, scheduler.max_num_batched_tokens or model.max_model_len, or take a smaller model"
+        ) from error
 
 
 def _compile_cache_folder(config: Config) -> Path | None:
