@@ -26,6 +26,7 @@ ERROR_LOG = "last-error.log"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: the process's own) and returns the exit status. Never raises."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character shows something else instead of ending the answer.
@@ -126,6 +127,12 @@ def _unexpected(error: Exception, argv: Sequence[str]) -> int:
 def _wants_debug(argv: Sequence[str]) -> bool:
     words = " ".join(argv).replace("=", " ")
     return "--log.level debug" in words or os.environ.get("JAXPAGED_LOG__LEVEL", "").lower() == "debug"
+
+
+def _open_missing_streams() -> None:
+    """Python has None for a stream that was closed before it started (`>&-`): what is written there goes nowhere."""
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def _silence_if_broken() -> None:

@@ -87,6 +87,8 @@ class LLM:
             RequestFailedError: never; a request that fails inside the engine has `finish_reason` error.
             EngineDeadError: the engine stopped.
         """
+        if on_error not in ("raise", "return"):
+            raise InvalidRequestError(f"on_error is 'raise' or 'return', got {on_error!r:.40}", param="on_error")
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
         with self._turn() as interrupt:

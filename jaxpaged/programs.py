@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +30,10 @@ class Compiled(NamedTuple):
 def use_persistent_cache(folder: Path | None) -> None:
     """Points JAX's compilation cache of this process at `folder` (None switches it off); keeps programs however small or quick.
 
-    A folder that cannot be written does not stop anything: the programs are then compiled each time.
+    A folder that cannot be made or written does not stop anything: the programs are then compiled each time.
     """
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder is not None and not _is_writable(folder):
+        folder = None
     # JAX settles on a folder at its first compilation; this makes it look again.
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
@@ -41,6 +41,15 @@ def use_persistent_cache(folder: Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_raise_persistent_cache_errors", False)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether the folder is there, made if need be, and takes files. JAX would warn once for each program otherwise."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.R_OK | os.W_OK | os.X_OK)
 
 
 class CompilationWatch:

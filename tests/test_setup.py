@@ -240,3 +240,19 @@ def test_the_installed_wheel_runs_without_the_source_tree(wheel: Path, tmp_path:
     assert "generate" in run(str(tmp_path / "venv" / "bin" / "jaxpaged"), "--help")
     assert "smollm2-135m" in run(str(tmp_path / "venv" / "bin" / "jaxpaged"), "ls")
     assert run(str(python), "-c", "import jaxpaged; print(jaxpaged.__file__)").strip() == str(site / "jaxpaged" / "__init__.py")
+
+
+def test_the_python_of_the_readme_can_be_run() -> None:
+    """Whole programs: no `await` outside of a function, and every name is made or imported in the block itself."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F704,PLE1142", "-"],
+            input=block,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -128,3 +128,14 @@ def test_scripts_name_every_command_and_flag(shell: str) -> None:
     for name, flags in command_flags().items():
         assert name in result.out
         assert [flag.name for flag in flags if (flag.name[2:] if shell == "fish" else flag.name) not in result.out] == []
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAXPAGED_HOME": str(tmp_path)}
+    for arguments, status in (("ls", 0), ("nonsense", 2)):
+        command = f'exec "{sys.executable}" -m jaxpaged {arguments} {closed}'
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, env=environment, check=False)
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

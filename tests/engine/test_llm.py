@@ -124,6 +124,11 @@ def test_a_bad_prompt_can_be_returned_as_an_error(calm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 5
 
 
+def test_on_error_is_one_of_two_words(calm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="on_error is 'raise' or 'return', got 'ignore'"):
+        calm.generate("a", GREEDY, on_error="ignore")  # type: ignore[arg-type]
+
+
 def test_a_prompt_larger_than_the_pool_is_named(tiny_folder: Path, programs: Path) -> None:
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4
     config = tiny_config(tiny_folder, programs=programs, memory=11 * page_bytes, token_buckets=(16,), max_num_batched_tokens=16)

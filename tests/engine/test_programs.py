@@ -1,0 +1,32 @@
+"""The folder of compiled programs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpaged.programs import use_persistent_cache
+
+pytestmark = pytest.mark.jax
+
+
+@pytest.fixture(autouse=True)
+def restored_cache() -> Iterator[None]:
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    use_persistent_cache(None if before is None else Path(before))
+
+
+def test_programs_are_kept_in_the_folder(tmp_path: Path) -> None:
+    use_persistent_cache(tmp_path / "new" / "programs")
+    jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
+    assert list((tmp_path / "new" / "programs").iterdir())
+
+
+def test_a_folder_that_cannot_be_made_stops_nothing_and_warns_of_nothing(tmp_path: Path) -> None:
+    """Warnings are errors in tests: JAX's own, one for each program, would show."""
+    (tmp_path / "file").write_text("")
+    use_persistent_cache(tmp_path / "file" / "programs")
+    jax.jit(lambda x: x * 5 + 2).lower(1.0).compile()
+    assert jax.config.jax_compilation_cache_dir is None
