@@ -1,6 +1,6 @@
 """Bugs of the scheduler, one patch each, and a world that notices each of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,10 +16,9 @@ from jaxpaged.sample_groups import SampleGroups
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.scheduler import Sequence as EngineSequence
-from jaxpaged.sequence import NO_SLOT, SequenceStatus
+from jaxpaged.sequence import SequenceStatus
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.waiting_queue import WaitingQueue
-from tests.scheduler import planted_page_bugs as page_bugs
 from tests.scheduler.planted_page_bugs import Plant
 
 real_add = Scheduler.add
@@ -321,6 +320,6 @@ class PlantedBug:
 SCHEDULER_BUGS = [
     PlantedBug(plant, seed)
     for plant, seed in (
-#SEEDS
+        # SEEDS
     )
 ]

@@ -191,9 +191,7 @@ class Simulation:
         """Every answer equals its solo run; one that was cut short from outside is the beginning of it."""
         max_model_len = self.scheduler.max_model_len
         num_slots = max(
-            num_tokens
-            for num_tokens in range(max_model_len + 1)
-            if self.pages.arithmetic.peak_pages(num_tokens) <= self.pages.num_usable
+            num_tokens for num_tokens in range(max_model_len + 1) if self.pages.arithmetic.peak_pages(num_tokens) <= self.pages.num_usable
         )
         for sequence in self.ended.values():
             answer, reason = solo_answer(sequence.request, max_model_len=max_model_len, num_slots=num_slots)

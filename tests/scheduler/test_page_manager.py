@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged import prefix_index
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_groups import FULL, KVGroup, PageTables
+from jaxpaged.kv_groups import PageTables
 from jaxpaged.page_manager import PageManager
 from jaxpaged.prefix_index import PrefixChain, page_digest, root_digest
 

@@ -6,9 +6,9 @@ from collections import deque
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import InvalidRequestError, QueueFullError
 from jaxpaged.kv_groups import FULL, KVGroup
-from jaxpaged.output_lengths import OutputLengths
 from jaxpaged.request import Request, samples_of
 from jaxpaged.scheduler import ScheduledStep
+from tests.scheduler.rules import Hopeful
 from tests.scheduler.simulation import Outcome, Simulation
 from tests.scheduler.table_model import make_request
 
@@ -47,8 +47,7 @@ class World:
         )
         if rng.random() < 0.4:
             # It believes that every answer ends at once, so that pages run out often.
-            self.simulation.scheduler._admission.lengths = OutputLengths(0.0)
-            self.simulation.scheduler._admission.lengths.record(1)
+            self.simulation.scheduler._admission.lengths = Hopeful()
         pool = self.simulation.pages
         self.longest_prompt = min(self.max_model_len - 1, pool.arithmetic.most_tokens(num_usable, 60) - 1)
         self.families = [[rng.randrange(3) for _ in range(self.longest_prompt)] for _ in range(3)]
