@@ -100,7 +100,8 @@ class Admission:
                 self._enter(candidate, draft)
                 num_tokens = running.fitting_tokens(candidate, min(candidate.num_uncomputed_tokens, draft.budget))
                 is_grown = self._pages.grow(candidate.tables, candidate.num_computed_tokens + num_tokens)
-                assert is_grown and num_tokens > 0, f"{candidate}: no pages for {num_tokens} tokens that were there a moment ago"
+                if not is_grown or num_tokens == 0:
+                    raise AssertionError(f"{candidate}: no pages for {num_tokens} tokens that were there a moment ago")
                 draft.take_chunk(candidate, num_tokens)
                 load.add(candidate)
         self._no_room_reason = reason
@@ -132,7 +133,9 @@ class Admission:
                 raise AssertionError(f"{candidate} does not fit in an idle engine: {pages.num_in_use} pages are in use by nobody")
             return True
         reserve = self._reserve_pages if candidate.priority >= DEFAULT_PRIORITY else 0
-        if wanted <= pages.num_available - load.promised - reserve and load.peak_with(candidate) <= OVERCOMMIT * (pages.num_usable - reserve):
+        if wanted <= pages.num_available - load.promised - reserve and load.peak_with(candidate) <= OVERCOMMIT * (
+            pages.num_usable - reserve
+        ):
             return True
         pages.release(candidate.tables)
         candidate.tables = pages.empty_tables()

@@ -12,7 +12,7 @@ from jaxpaged.scheduler import ScheduledStep, Scheduler, Sequence
 from tests.scheduler.table_model import make_request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """One request: when it comes, and how long its answer becomes, which the scheduler cannot know."""
 
@@ -36,7 +36,7 @@ class Report:
     gaps_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     page_use: list[float] = field(default_factory=list)  # of steps with a waiting queue
-    ended_s: dict[int, float] = field(default_factory=dict)
+    ended_s: dict[Job, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,17 +91,17 @@ def run_jobs(
     if prepare is not None:
         prepare(scheduler)
     waiting = deque(sorted(jobs, key=lambda job: job.arrival_s))
-    numbers = {job: number for number, job in enumerate(waiting)}
+    num_added = 0
     plans: dict[Sequence, Job] = {}
     last_token_s: dict[Sequence, float] = {}
     in_flight: deque[ScheduledStep] = deque()
     while waiting or plans or in_flight:
         while waiting and waiting[0].arrival_s <= now:
             job = waiting.popleft()
-            number = numbers[job]
             request = make_request(
-                f"r{number}", [100 + number] * job.num_prompt, max_tokens=job.max_tokens, ignore_eos=True, priority=job.priority
+                f"r{num_added}", [100 + num_added] * job.num_prompt, max_tokens=job.max_tokens, ignore_eos=True, priority=job.priority
             )
+            num_added += 1
             sequence = Sequence(request)
             scheduler.add(sequence)
             plans[sequence] = job
@@ -142,7 +142,7 @@ def run_jobs(
                 scheduler.finish(sequence, FinishReason.STOP, "planned")
             if sequence.is_finished:
                 del plans[sequence]
-                report.ended_s[numbers[job]] = now
+                report.ended_s[job] = now
     report.end_s = now
     scheduler.check()
     assert scheduler._pages.num_in_use == 0

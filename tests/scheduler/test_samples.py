@@ -101,7 +101,7 @@ def test_all_of_a_group_can_be_aborted_while_they_wait() -> None:
     for request_id in [sequence.request_id for sequence in add_samples(scheduler, 23, 4)]:
         assert scheduler.abort(request_id) is not None
     assert scheduler.schedule() is None
-    assert len(scheduler._samples) == 0
+    assert (len(scheduler._samples), scheduler._samples.num_prompt_tokens) == (0, 0)
     add_samples(scheduler, 23, 2)
     assert ids_of(step(scheduler).admitted) == ["x#0"]
 

@@ -31,7 +31,7 @@ class World:
             max_model_len=self.max_model_len,
             enable_prefix_caching=rng.random() < 0.8,
             groups=groups,
-            depth=rng.choice((0, 1, 1, 2)),
+            depth=rng.choice((0, 1, 1, 2, 2)),
             policy=SchedulerConfig(
                 reserve_pages=rng.choice((None, 0, num_usable // 4)),
                 ageing_s=rng.choice((0.05, 0.5, 60.0)),
