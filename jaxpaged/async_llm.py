@@ -162,7 +162,8 @@ class AsyncLLM:
     async def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
     ) -> list[int]:
-        """Token ids of a conversation, for `generate` and `stream`. Raises ChatTemplateError."""
+        """Token ids of a conversation, for `generate` and `stream`. Raises ChatTemplateError, or EngineDeadError when closed."""
+        self.check_health()
         make = functools.partial(
             self._intake.chat_prompt, messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
@@ -204,7 +205,7 @@ class AsyncLLM:
                 self._is_closing = True
                 self._commands.put(lambda: None)
                 self._thread.join()
-                self._tokenizer_pool.shutdown(wait=True, cancel_futures=True)
+                self._tokenizer_pool.shutdown(wait=True)
                 self._close_sinks()
 
     def shutdown(self) -> None:
@@ -242,6 +243,9 @@ class AsyncLLM:
                 self._engine.add(request)
             except JaxpagedError as error:
                 self._on_loop(loop, functools.partial(mailbox.fail, error))
+            except Exception as error:
+                self._on_loop(loop, functools.partial(mailbox.fail, EngineDeadError(str(error))))
+                raise
             else:
                 self._mailboxes[request.request_id] = (mailbox, is_delta)
 
@@ -271,43 +275,43 @@ class AsyncLLM:
     def _run(self) -> None:
         """The engine thread: commands first, then a step, until closed or dead."""
         engine = self._engine
-        while not self._is_closing:
+        while not self._is_closing and self._death is None:
             self._obey(is_idle=not engine.has_work)
-            if self._is_closing or not engine.has_work:
+            if not engine.has_work or self._is_closing or self._death is not None:
                 continue
             try:
-                outputs = engine.step()
+                self._deliver(engine.step())
             except Exception as error:
                 self._die(error)
-                break
-            self._deliver(outputs)
-        if self._death is None:
-            self._obey(is_idle=False)
-            for request_id in list(self._mailboxes):
-                output = engine.abort(request_id)
-                if output is not None:
-                    self._deliver([output])
-        else:
-            while not self._is_closing:
-                self._obey(is_idle=True)
+        while not self._is_closing:
+            self._obey(is_idle=True)
+        self._obey(is_idle=False)
+        for request_id in list(self._mailboxes):
+            output = engine.abort(request_id)
+            if output is not None:
+                self._deliver([output])
         engine.close()
         self._obey(is_idle=False)
 
     def _obey(self, *, is_idle: bool) -> None:
         """Runs the commands that are there; an idle engine waits for one."""
-        if is_idle:
-            self._commands.get()()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            command()
+        try:
+            if is_idle:
+                self._commands.get()()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+        except Exception as error:  # a bug of ours: nobody may wait for ever
+            self._die(error)
 
     def _die(self, error: Exception) -> None:
-        self._death = str(error)
-        for output in self._engine.drain_failed():
-            mailbox, _ = self._mailboxes.pop(output.request_id)
+        self._death = self._death or str(error) or type(error).__name__
+        self._engine.die(error)
+        # A request that ended in the failing step keeps its end.
+        self._deliver([output for output in self._engine.drain_failed() if output.error is None])
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        for mailbox, _ in mailboxes.values():
             self._on_loop(mailbox.loop, functools.partial(mailbox.fail, EngineDeadError(self._death)))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:

@@ -17,6 +17,7 @@ Axes (every annotated array of the project uses these words and no others):
     layers      leading axis of stacked weights and of the pool
     rows        rows of anything that sequences or tokens were gathered into
     blocks      tiles of work inside a kernel
+    slots       places of running sequences in the device's state
     chunk       positions that a kernel walks at once
     banned      token ids that a row may not choose
     in          inputs of a linear map
@@ -32,11 +33,13 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxpaged.scheduler import ScheduledRow
+from jaxpaged.scheduled_step import ScheduledRow
+from jaxpaged.sequence import NO_SLOT
 
 MAX_BANNED_IDS = 80
 """End and stop ids of a row that `min_tokens` keeps away: 64 of the request and 16 of the model."""
@@ -55,9 +58,13 @@ class SamplingRows(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """The arrays of one step. Tokens from `cu_q_lens[-1]` on, and sequences of `kv_lens` 0, are padding."""
+    """The arrays of one step. Tokens from `cu_q_lens[-1]` on, and sequences of `kv_lens` 0, are padding.
+
+    A token whose `source_slots` is not negative is the id last sampled into that slot, which the host need not know yet.
+    """
 
     token_ids: Int32[Array, "tokens"]
+    source_slots: Int32[Array, "tokens"]
     positions: Int32[Array, "tokens"]
     write_pages: Int32[Array, "tokens"]
     write_offsets: Int32[Array, "tokens"]
@@ -65,6 +72,7 @@ class StepBatch(NamedTuple):
     kv_lens: Int32[Array, "seqs"]
     cu_q_lens: Int32[Array, "seqs+1"]
     sample_tokens: Int32[Array, "seqs"]
+    target_slots: Int32[Array, "seqs"]
     sampling: SamplingRows
 
 
@@ -76,6 +84,7 @@ class BatchLayout(NamedTuple):
     max_pages: int
     page_size: int
     num_pages: int
+    num_slots: int
 
     @property
     def fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -83,6 +92,7 @@ class BatchLayout(NamedTuple):
         tokens, seqs = self.num_tokens, self.num_seqs
         return (
             ("token_ids", (tokens,)),
+            ("source_slots", (tokens,)),
             ("positions", (tokens,)),
             ("write_pages", (tokens,)),
             ("write_offsets", (tokens,)),
@@ -90,6 +100,7 @@ class BatchLayout(NamedTuple):
             ("kv_lens", (seqs,)),
             ("cu_q_lens", (seqs + 1,)),
             ("sample_tokens", (seqs,)),
+            ("target_slots", (seqs,)),
             ("temperature", (seqs,)),
             ("top_k", (seqs,)),
             ("top_p", (seqs,)),
@@ -130,6 +141,8 @@ def pack(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) -> np.ndar
     blob = np.zeros(layout.blob_size, np.int32)
     view = _views(blob, layout)
     view["banned_ids"].fill(no_token)
+    view["source_slots"].fill(NO_SLOT)
+    view["target_slots"].fill(layout.num_slots)  # beyond the slots: dropped
     # Padding tokens write to distinct pages beyond the pool, which the device drops.
     view["write_pages"][:] = np.arange(layout.num_pages, layout.num_pages + layout.num_tokens)
     page_size = layout.page_size
@@ -141,7 +154,10 @@ def pack(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) -> np.ndar
         pages = np.asarray(sequence.pages, np.int32)
         view["page_tables"][index, : len(pages)] = pages
         if count == 1:
-            view["token_ids"][at] = sequence.token_ids[start]
+            if row.takes_from_slot:
+                view["source_slots"][at] = row.slot
+            else:
+                view["token_ids"][at] = sequence.token_ids[start]
             view["positions"][at] = start
             view["write_pages"][at] = pages[start // page_size]
             view["write_offsets"][at] = start % page_size
@@ -155,6 +171,8 @@ def pack(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) -> np.ndar
         at += count
         view["cu_q_lens"][index + 1] = at
         view["sample_tokens"][index] = at - 1
+        if row.samples:
+            view["target_slots"][index] = row.slot
         _pack_sampling(view, index, row, end)
     view["cu_q_lens"][len(rows) + 1 :] = at
     return blob
@@ -173,7 +191,7 @@ def _pack_sampling(view: dict[str, np.ndarray], index: int, row: ScheduledRow, p
         view["min_p"][index] = params.min_p or 0.0
         view["seed"][index] = (request.seed & 0xFFFFFFFF, request.seed >> 32)
     view["position"][index] = position
-    if row.sequence.num_output_tokens < params.min_tokens:
+    if position - row.sequence.num_prompt_tokens < params.min_tokens:
         banned = [*request.eos_token_ids, *(params.stop_token_ids or ())]
         view["banned_ids"][index, : len(banned)] = banned
 
@@ -193,3 +211,12 @@ def unpack(blob: Int32[Array, "blob"], layout: BatchLayout) -> StepBatch:
         start += size
     sampling = SamplingRows(**{name: arrays.pop(name) for name in SamplingRows._fields})
     return StepBatch(sampling=sampling, **arrays)
+
+
+def take_ids_from_slots(batch: StepBatch, last_ids: Int32[Array, "slots"]) -> StepBatch:
+    """Fills in the token ids that the host did not know when it packed the step.
+
+    A slot can hold the mark of a failed row (a negative number): its late token is computed from id 0 and thrown away by the host.
+    """
+    from_slots = jnp.maximum(last_ids.at[jnp.maximum(batch.source_slots, 0)].get(mode="fill", fill_value=0), 0)
+    return batch._replace(token_ids=jnp.where(batch.source_slots >= 0, from_slots, batch.token_ids))

@@ -22,6 +22,7 @@ from jinja2.utils import Namespace
 from jaxpaged.errors import ChatTemplateError, ConfigError
 
 _RESERVED: Final = ("messages", "add_generation_prompt", "bos_token", "eos_token")
+_MAX_DEPTH: Final = 64
 # Marks where the message to be continued ends. A template that trims its messages cannot trim what comes before the mark.
 _CONTINUE_HERE: Final = "\U000fff00CONTINUE_HERE\U000fff01"
 
@@ -70,7 +71,7 @@ class ChatTemplate:
             conversation[-1]["content"] += _CONTINUE_HERE
         # None tells a template that there is nothing, as a variable that is not set would, but some only ask for None.
         given = {"tools": None, "documents": None, **self._tokens, **variables}
-        text = self._run(conversation, add_generation_prompt, {name: _plain(value) for name, value in given.items()})
+        text = self._run(conversation, add_generation_prompt, {name: plain_value(value) for name, value in given.items()})
         if not continue_final_message:
             return text
         head, mark, _ = text.rpartition(_CONTINUE_HERE)
@@ -125,7 +126,7 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ChatTemplateError(f"{where} has no role", param=f"{where}.role")
     # transformers drops null values too: templates test for keys and would print "None".
-    copied: dict[str, Any] = {key: _plain(value) for key, value in message.items() if value is not None and key != "content"}
+    copied: dict[str, Any] = {key: plain_value(value) for key, value in message.items() if value is not None and key != "content"}
     content = message.get("content")
     if content is not None:
         copied["content"] = _content_text(content, f"{where}.content")
@@ -151,17 +152,19 @@ def _content_text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _plain(value: Any) -> Any:
-    """A copy made of JSON's types alone, so that a template meets no methods but theirs."""
+def plain_value(value: Any, depth: int = 0) -> Any:
+    """A copy made of JSON's types alone, so that a template meets no methods but theirs. Raises ChatTemplateError for anything else."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    if depth >= _MAX_DEPTH:
+        raise ChatTemplateError(f"messages and template variables may be nested {_MAX_DEPTH} deep at most", param="messages")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_value(item, depth + 1) for item in value]
     raise ChatTemplateError(f"a chat template takes strings, numbers, lists and objects only, got {_kind(value)}", param="messages")
 
 

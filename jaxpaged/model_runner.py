@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Int32
 
-from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.batch import BatchLayout, pack, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
+from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
@@ -19,7 +21,7 @@ from jaxpaged.settings import StepLimits
 
 @runtime_checkable
 class Runner(Protocol):
-    """What the engine needs of a device: `run` is the only call that reaches one."""
+    """What the engine needs of a device: `run` is the only call that reaches one. `np.asarray` of what it returns waits for the ids."""
 
     limits: StepLimits
     page_size: int
@@ -28,7 +30,7 @@ class Runner(Protocol):
 
     def layout_for(self, num_tokens: int) -> BatchLayout: ...
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray: ...
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> Any: ...
 
     def close(self) -> None: ...
 
@@ -46,6 +48,13 @@ class LoadedModel(NamedTuple):
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(leaf.nbytes for leaf in self.params)
+
+
+class DeviceState(NamedTuple):
+    """What a step changes on the device; donated, so that it is changed in place."""
+
+    cache: KVCache
+    last_ids: Int32[Array, "slots"]
 
 
 class ModelRunner:
@@ -98,10 +107,10 @@ class ModelRunner:
             temporary_bytes=scratch,
         )
         if fits_context:
-            fitting = min(limits.max_model_len, (self.num_pages - 1) * cache.page_size + 1)
+            fitting = min(limits.max_model_len, (self.num_pages - 1) * cache.page_size)
             self.limits = limits._replace(max_model_len=fitting)
             self._max_pages = -(-fitting // cache.page_size)
-        self._cache = make_cache(self.cache_shape, self.num_pages)
+        self._state = DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(limits.max_num_seqs, jnp.int32))
         self.layouts = tuple(self._layout(bucket) for bucket in limits.token_buckets)
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
         before_compiling(self)
@@ -109,7 +118,7 @@ class ModelRunner:
         self._watch = CompilationWatch()
         # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
         for layout in self.layouts[:1] if device is None else self.layouts:
-            self.run(layout, self._idle_blob(layout))
+            np.asarray(self.run(layout, self._idle_blob(layout)))
 
     @property
     def pool_bytes(self) -> int:
@@ -124,44 +133,47 @@ class ModelRunner:
     @property
     def pool(self) -> KVCache:
         """The pool as the last step left it."""
-        return self._cache
+        return self._state.cache
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """The smallest bucket's layout that holds `num_tokens`."""
         return self._by_bucket[self.limits.bucket_for(num_tokens)]
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
-        """Runs one step and waits for its ids: int32 [seqs]."""
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> jax.Array:
+        """Starts one step, behind those that were started before, and returns its ids to come: int32 [seqs]."""
         with self._watch.watching():
-            ids, self._cache = self.programs[layout](self._model.params, self._cache, blob)
-            return np.asarray(ids)
+            ids, self._state = self.programs[layout](self._model.params, self._state, blob)
+            return ids
 
     def close(self) -> None:
         """Gives weights and pool back at once, whoever still holds this object."""
         self._watch.close()
-        for array in (*self._model.params, *self._cache):
+        for array in jax.tree.leaves((self._model.params, self._state)):
             array.delete()
         self.programs = {}
+        return_freed_memory()
 
     def _layout(self, bucket: int) -> BatchLayout:
-        return BatchLayout(bucket, self.limits.rows_of(bucket), self._max_pages, self.page_size, self.num_pages)
+        return BatchLayout(bucket, self.limits.rows_of(bucket), self._max_pages, self.page_size, self.num_pages, self.limits.max_num_seqs)
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         graphdef, treedef, num_ids = self._model.graphdef, self._model.treedef, self._num_ids
 
-        def step(params: tuple[jax.Array, ...], cache: KVCache, blob: jax.Array) -> tuple[jax.Array, KVCache]:
-            batch = unpack(blob, layout)
+        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[jax.Array, DeviceState]:
+            batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
-            hidden, cache = model(cache, batch)
-            return sample(model.logits(hidden[batch.sample_tokens]), batch.sampling, num_ids), cache
+            hidden, cache = model(state.cache, batch)
+            ids = sample(model.logits(hidden[batch.sample_tokens]), batch.sampling, num_ids)
+            return ids, DeviceState(cache, state.last_ids.at[batch.target_slots].set(ids, mode="drop"))
 
         shape = self.cache_shape
         dims = (shape.layers, self.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
         pool = jax.ShapeDtypeStruct(dims, shape.dtype)
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._model.params)
-        cache: Any = KVCache(pool, pool)  # type: ignore[arg-type]  # shapes stand for arrays while lowering
-        return jax.jit(step, donate_argnums=1).lower(params, cache, blob)
+        last_ids = jax.ShapeDtypeStruct((layout.num_slots,), jnp.int32)
+        state: Any = DeviceState(KVCache(pool, pool), last_ids)  # type: ignore[arg-type]  # shapes stand for arrays while lowering
+        return jax.jit(step, donate_argnums=1).lower(params, state, blob)
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""

@@ -68,11 +68,10 @@ class Answer:
             error=self.error,
         )
 
-    def last_output(self) -> RequestOutput:
-        """The output of a finished request, with the text that was held back."""
+    def finish_text(self) -> None:
+        """Adds the text that was held back; the request has ended."""
         if self._detokenizer is not None and self._detokenizer.stop_match is None and self.error is None:
             self._new_text.append(self._detokenizer.finish())
-        return self.output()
 
     def _ends_with_hidden_stop(self) -> bool:
         """An end token or stop id ends the answer without being part of its text, unless stops were asked for."""

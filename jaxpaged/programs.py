@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpaged.batch import BatchLayout
 
@@ -33,6 +34,8 @@ def use_persistent_cache(folder: Path | None) -> None:
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # JAX settles on a folder at its first compilation; this makes it look again.
+    compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -118,7 +118,7 @@ def keep_threshold(
     )
 
 
-def _ordered_bits(x: Float[Array, "*axes"]) -> UInt32[Array, "*axes"]:
+def _ordered_bits(x: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
     """Unsigned integers in the order of the floats."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))

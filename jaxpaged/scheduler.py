@@ -230,10 +230,14 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Ends a sequence from outside: a stop string was found in its text, it failed, or it is no longer wanted.
 
-        A sequence that has ended already gives nothing back again; a stop string in its last token turns LENGTH into STOP.
+        A sequence that has ended already gives nothing back again; but a stop string in its last token turns LENGTH into STOP, and a
+        failure after that turns either into ERROR.
         """
         if sequence.is_finished:
-            if reason is FinishReason.STOP and sequence.finish_reason is FinishReason.LENGTH:
+            known = sequence.finish_reason
+            if (known is FinishReason.LENGTH and reason is FinishReason.STOP) or (
+                known is not FinishReason.ABORT and reason is FinishReason.ERROR
+            ):
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason

@@ -77,7 +77,7 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
         on_compiled=on_compiled,
         before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
     )
-    eos_token_ids = frozenset(texts.eos_token_ids or tokenizer.eos_token_ids)
+    eos_token_ids = frozenset((*texts.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
     intake = Intake(
@@ -87,7 +87,15 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
         vocab=model.config.vocab,
         seed=config.model.seed,
     )
-    engine = Engine(runner, tokenizer, enable_prefix_caching=config.cache.enable_prefix_caching, sink=emit, clocks=clocks)
+    engine = Engine(
+        runner,
+        tokenizer,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_in_flight=2 if config.scheduler.async_scheduling else 1,
+        policy=config.scheduler,
+        sink=emit,
+        clocks=clocks,
+    )
     emit(
         events.EngineStarted(
             time_s=clocks.wall(),

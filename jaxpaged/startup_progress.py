@@ -19,6 +19,8 @@ def startup_renderer(columns: int) -> Callable[[Event], bytes]:
 
     def render(event: Event) -> bytes:
         match event:
+            case events.PhaseChanged(phase="resolve"):
+                return b""  # a pull draws its own bar on this terminal
             case events.PhaseChanged():
                 text = formatter.lines(event)[0].text
             case events.ProgramCompiled(after_ready=False):

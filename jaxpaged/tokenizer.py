@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
-from jaxpaged.chat_template import ChatTemplate, read_chat_template
+from jaxpaged.chat_template import ChatTemplate, check_messages, plain_value, read_chat_template
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.token_bytes import TokenBytes
@@ -45,7 +45,8 @@ class Tokenizer:
         self.token_bytes: Final = TokenBytes(self._backend, {index: token.content for index, token in added.items()})
         self.vocab_size: Final = max(self._backend.get_vocab().values(), default=-1) + 1
         source = stored.chat_template if chat_template is None else chat_template
-        self.chat_template: Final = None if source is None else ChatTemplate(source, self._spelling(0), self._spelling(1))
+        bos, eos = self._spelling(stored.bos_token_id), self._spelling(next(iter(stored.eos_token_ids), None))
+        self.chat_template: Final = None if source is None else ChatTemplate(source, bos, eos)
 
     @classmethod
     def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None) -> "Tokenizer":
@@ -120,19 +121,21 @@ class Tokenizer:
         """Ids of a conversation; see `ChatTemplate.render` for the arguments.
 
         The template alone decides about the begin token, since it writes it where the model was trained with one. Control tokens
-        that a message spells are text.
+        that the messages or variables spell are text.
 
         Raises:
             ChatTemplateError: there is no template, or as `ChatTemplate.render`.
         """
         if self.chat_template is None:
             raise ChatTemplateError("the model has no chat template: use plain prompts, or pass --chat-template FILE", param="messages")
-        marked = self._control_tokens.mark(messages) if isinstance(messages, list | tuple) else None
+        given = {"messages": check_messages(messages), "variables": plain_value(variables)}
+        marked = self._control_tokens.mark(given)
+        said = given if marked is None else marked.said
         rendered = self.chat_template.render(
-            messages if marked is None else marked.messages,
+            said["messages"],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **variables,
+            **said["variables"],
         )
         if marked is None:
             return self.encode(rendered, add_special_tokens=False)
@@ -152,9 +155,8 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
-    def _spelling(self, which: int) -> str | None:
-        index = (self.bos_token_id, next(iter(self.eos_token_ids), None))[which]
-        return None if index is None else self._backend.id_to_token(index)
+    def _spelling(self, token_id: int | None) -> str | None:
+        return None if token_id is None else self._backend.id_to_token(token_id)
 
 
 def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

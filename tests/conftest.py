@@ -30,7 +30,7 @@ AREAS = {
     "": "engine and main job",
     "cli": "engine and main job",
     "engine": "engine and main job",
-    "loading": "engine and main job",
+    "loading": "models and meshes",
     "scheduler": "scheduler and pages",
     "text": "sampling and text",
     "server": "server",

@@ -24,6 +24,7 @@ from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
 from jaxpaged.settings import StepLimits
 from jaxpaged.start import Started, start_engine
+from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
 
 NEVER_WRITTEN = -7
@@ -94,13 +95,14 @@ class ScriptRunner:
         self.ids = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.positions = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.histories: list[list[History]] = []
+        self.last_ids = [NEVER_WRITTEN] * max_num_seqs
         self.num_closed = 0
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """See `Runner`."""
         bucket = self.limits.bucket_for(num_tokens)
         max_pages = -(-self.limits.max_model_len // self.page_size)
-        return BatchLayout(bucket, self.limits.rows_of(bucket), max_pages, self.page_size, self.num_pages)
+        return BatchLayout(bucket, self.limits.rows_of(bucket), max_pages, self.page_size, self.num_pages, self.limits.max_num_seqs)
 
     def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
         """Writes the step's tokens, reads every row's history and answers it."""
@@ -111,7 +113,9 @@ class ScriptRunner:
         assert all(0 < page < self.num_pages for page, _ in places[:num_tokens]), "a live token goes to page 0 or beyond the pool"
         assert all(page >= self.num_pages for page, _ in places[num_tokens:]), "padding goes into the pool"
         assert len(set(places)) == len(places), "two tokens go to one place"
-        for place, token_id, position in zip(places[:num_tokens], step["token_ids"].tolist(), step["positions"].tolist(), strict=False):
+        slots = step["source_slots"].tolist()
+        token_ids = [self.last_ids[slot] if slot >= 0 else token for slot, token in zip(slots, step["token_ids"].tolist(), strict=True)]
+        for place, token_id, position in zip(places[:num_tokens], token_ids, step["positions"].tolist(), strict=False):
             self.ids[place], self.positions[place] = token_id, position
         out = np.full(layout.num_seqs, NO_ID, np.int32)
         histories = []
@@ -126,6 +130,8 @@ class ScriptRunner:
             assert positions.tolist() == list(range(length)), f"row {row} reads pages that are not its own: {positions.tolist()}"
             histories.append(tuple(self.ids[pages].reshape(-1)[:length].tolist()))
             out[row] = self.next_id(histories[-1])
+            if (slot := int(step["target_slots"][row])) < layout.num_slots:
+                self.last_ids[slot] = int(out[row])
         self.histories.append(histories)
         return out
 
@@ -162,7 +168,7 @@ class FailingRunner:
         """See `Runner`."""
         self.num_steps += 1
         self.before(self.num_steps)
-        ids = self.inner.run(layout, blob).copy()
+        ids = np.array(self.inner.run(layout, blob))
         spoiled = [row for row in range(len(ids)) if self.without_id(self.num_steps, row)]
         ids[spoiled] = NO_ID
         return ids
@@ -219,7 +225,7 @@ class EventLog(list[events.Event]):
 
 
 class Canary(NamedTuple):
-    """A greedy request of 16 tokens, and what it answers while nothing is wrong."""
+    """A greedy request, and what it answers while nothing is wrong."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -234,8 +240,10 @@ class Bench:
         tokenizer: the model's.
         eos_token_ids: end tokens of the model.
         enable_prefix_caching: as for `Engine`.
+        max_in_flight: as for `Engine`.
         canary: what the canary answered when the device was new; None asks it now.
         canary_prompt: what the canary asks.
+        canary_tokens: how long it answers.
     """
 
     def __init__(
@@ -245,18 +253,20 @@ class Bench:
         *,
         eos_token_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
+        max_in_flight: int = 1,
         canary: Canary | None = None,
         canary_prompt: Prompt = (5, 6, 7, 8),
+        canary_tokens: int = 16,
     ) -> None:
         self.events = EventLog()
         self.runner, self.tokenizer = runner, tokenizer
-        self.engine = Engine(runner, tokenizer, enable_prefix_caching=enable_prefix_caching, sink=self.events)
+        self.engine = Engine(runner, tokenizer, enable_prefix_caching=enable_prefix_caching, max_in_flight=max_in_flight, sink=self.events)
         self.intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(eos_token_ids), vocab=runner.vocab, seed=0)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.last: dict[str, RequestOutput] = {}
         self.canary = canary or Canary(canary_prompt, (), "")
         if canary is None:
-            answer = self.ask(canary_prompt, max_tokens=16).outputs[0]
+            answer = self.ask(canary_prompt, max_tokens=canary_tokens, ignore_eos=True).outputs[0]
             self.canary = Canary(canary_prompt, tuple(answer.token_ids), answer.text)
 
     @property
@@ -289,6 +299,14 @@ class Bench:
             self._take([output])
         self.engine.scheduler.check()
         return output
+
+    def evict(self) -> None:
+        """Preempts the request admitted last, as a step does that finds no page."""
+        scheduler = self.engine.scheduler
+        victim = scheduler._running.victim()
+        if victim is not None:
+            scheduler._preempt(victim, StepDraft())
+        self.engine.scheduler.check()
 
     def run(self) -> None:
         """Steps until nothing is left."""
@@ -323,7 +341,7 @@ class Bench:
         assert (scheduler.num_running, scheduler.num_waiting, pages.num_in_use) == (0, 0, 0)
         scheduler.check()
         if not self.engine.is_dead:
-            answer = self.ask(self.canary.prompt, max_tokens=16).outputs[0]
+            answer = self.ask(self.canary.prompt, max_tokens=len(self.canary.token_ids), ignore_eos=True).outputs[0]
             assert (tuple(answer.token_ids), answer.text) == (self.canary.token_ids, self.canary.text), "the canary answers otherwise"
         self.engine.reset_prefix_cache()
         assert pages.num_free == pages.num_usable, "pages are not free after the cache was flushed"
@@ -348,19 +366,17 @@ class Bench:
                 self.last[output.request_id] = output
 
 
-def tiny_config(folder: Path, *, programs: Path, **changes: Any) -> Config:
-    """Options of a small, quick engine; `changes` are fields of the sections cache, scheduler, model and compilation by name."""
+def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **changes: Any) -> Config:
+    """Options of a small, quick engine; `changes` are fields of the sections by name, `dtype` and `cache_dtype` of model and cache."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"model": str(folder)},
-        "cache": {"memory": 1 * MIB},
+        "cache": {"memory": 1 * MIB, "dtype": cache_dtype},
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         "compilation": {"token_buckets": (4, 16, 64), "cache_dir": str(programs), "max_parallel": 2},
     }
     kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "compilation": CompilationConfig}
     for name, value in changes.items():
-        section = next(
-            section for section, kind in kinds.items() if name in kind.__struct_fields__ and (section, name) != ("model", "dtype")
-        )
+        section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__)
         sections[section][name] = value
     return Config(**{section: kind(**sections[section]) for section, kind in kinds.items()}, log=LogConfig(level="error"))
 

@@ -250,6 +250,13 @@ def test_axis_words_come_from_the_glossary() -> None:
     assert seen > 0
 
 
+def test_every_module_with_axis_words_is_checked_while_tests_run(pytestconfig: pytest.Config) -> None:
+    """The list leaves host modules out: the check would import jax for them, and cost them thirty times their own time."""
+    packages = pytestconfig.getoption("--jaxtyping-packages").split(",")[:-1]
+    annotated = [module for module, path in MODULES.items() if any(shape_strings(tree_of(path)))]
+    assert [module for module in annotated if not any(f"{module}.".startswith(f"{package}.") for package in packages)] == []
+
+
 def text_files(*suffixes: str) -> list[Path]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     return [path for name in listed if name.endswith(suffixes) and (path := ROOT / name).is_file()]

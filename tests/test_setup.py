@@ -146,7 +146,10 @@ def test_make_demo_hands_the_prompt_over_as_typed(tmp_path: Path, prompt: str, i
     else:
         environment["PROMPT"] = prompt
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split("\0") == ["generate", "--chat", "--", prompt, ""]
+    command, *arguments = done.stdout.split("\0")
+    assert command == "generate"
+    assert "--chat" in arguments
+    assert arguments[-3:] == ["--", prompt, ""]
 
 
 def test_the_locks_are_the_promised_ones() -> None:

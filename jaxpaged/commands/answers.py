@@ -9,8 +9,8 @@ from typing import TextIO
 import msgspec
 
 from jaxpaged.commands.engine_api import Prompt, TextEngine
-from jaxpaged.commands.interrupts import noted_interrupts
 from jaxpaged.errors import RequestFailedError
+from jaxpaged.interrupts import noted_interrupts
 from jaxpaged.log_format import decode_rate
 from jaxpaged.request import RequestOutput, SamplingParams
 

@@ -9,8 +9,8 @@ import msgspec
 
 from jaxpaged.commands.answers import stream_answer, summary
 from jaxpaged.commands.engine_api import Message, TextEngine
-from jaxpaged.commands.interrupts import noted_interrupts
 from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.interrupts import noted_interrupts
 from jaxpaged.options import nearest
 from jaxpaged.request import SamplingParams
 

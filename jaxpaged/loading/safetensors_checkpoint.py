@@ -4,6 +4,7 @@ The safetensors library's numpy reader fails on types that numpy does not have; 
 Weights in pickle files (`.bin`, `.pt`) are refused: opening them runs code.
 """
 
+import os
 import re
 from collections import Counter
 from math import prod
@@ -91,7 +92,10 @@ class SafetensorsCheckpoint:
 
     def _open(self) -> None:
         folder = self.folder
-        names = {path.name for path in folder.iterdir()}
+        try:
+            names = set(os.listdir(folder))
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
         shards = {name for name in names if _SHARD.fullmatch(name)}
         if _INDEX in names and _SINGLE in names:
             raise CheckpointError(f"{folder} holds both {_SINGLE} and {_INDEX}: remove the one that is left over")
@@ -114,15 +118,16 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{folder} has no weights: its safetensors files are empty")
 
     def _open_shards(self, shards: set[str]) -> None:
+        folder = self.folder
         weight_map = self._weight_map()
         listed = set(weight_map.values())
         strange = {file for file in listed if not file.endswith(".safetensors") or set(file) & set("/\\\0")}
         if strange:
             raise CheckpointError(f"{self.folder / _INDEX} names {some_of(map(repr, strange))}; only safetensors files beside it are read")
         faults = [
-            f"{file} is {'a symbolic link to nowhere' if (self.folder / file).is_symlink() else 'missing'}"
+            f"{file:.200} is {'a symbolic link to nowhere' if os.path.islink(folder / file) else 'missing'}"
             for file in sorted(listed)
-            if not (self.folder / file).exists()
+            if not os.path.exists(folder / file)  # unlike Path.exists, False for a name that is too long
         ]
         faults += [f"{file} is there and {_INDEX} does not name it: is it left over from another save?" for file in sorted(shards - listed)]
         if not faults:

@@ -1,13 +1,20 @@
 """What the engine's tests share: one start of the real model, one of a tiny one, and the folder of their compiled programs."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jaxtyping
 import pytest
 
+from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
-from jaxpaged.start import Started, start_engine
-from tests.fakes import Bench, Canary, NarrowRunner, start_tiny
+from jaxpaged.llm import LLM
+from jaxpaged.start import Started
+from jaxpaged.tokenizer import Tokenizer
+from tests.engine.async_bench import TIMEOUT_S, check_ends, is_idle
+from tests.fakes import Bench, Canary, EventLog, NarrowRunner, start_tiny, tiny_config
 from tests.text.vocabularies import byte_level
 from tests.tiny_model import write_tiny_llama
 
@@ -23,7 +30,7 @@ def programs(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
-def real(smollm2_path: Path, programs: Path) -> Iterator[Started]:
+def real_llm(smollm2_path: Path, programs: Path) -> Iterator[LLM]:
     """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 128 tokens and 32 rows."""
     config = Config(
         model=ModelConfig(model=str(smollm2_path), max_model_len=512),
@@ -32,18 +39,31 @@ def real(smollm2_path: Path, programs: Path) -> Iterator[Started]:
         compilation=CompilationConfig(token_buckets=REAL_BUCKETS, cache_dir=str(programs), max_parallel=2),
         log=LogConfig(level="error"),
     )
-    started = start_engine(config, [])
-    yield started
-    started.engine.close()
+    with LLM(config=config, sinks=[]) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def real(real_llm: LLM) -> Started:
+    """The same, for engines of one's own over its programs (`real_bench`)."""
+    return Started(real_llm.engine, real_llm._intake)
 
 
 @pytest.fixture(scope="session")
 def real_canary(real: Started) -> Canary:
-    """What the real model says at first, before any test has used it."""
+    """What the real model says at first, before any test has used it; short, because it is asked often."""
+    return real_bench(real, canary_tokens=4).canary
+
+
+@pytest.fixture(scope="session")
+def long_real_canary(real: Started) -> Canary:
+    """The same at full length."""
     return real_bench(real).canary
 
 
-def real_bench(real: Started, *, canary: Canary | None = None, enable_prefix_caching: bool = True, **narrow: int) -> Bench:
+def real_bench(
+    real: Started, *, canary: Canary | None = None, canary_tokens: int = 16, enable_prefix_caching: bool = True, **narrow: Any
+) -> Bench:
     """An engine of its own over the real model's programs; `narrow` as for `NarrowRunner`."""
     return Bench(
         NarrowRunner(real.engine.runner, **narrow),
@@ -52,6 +72,7 @@ def real_bench(real: Started, *, canary: Canary | None = None, enable_prefix_cac
         enable_prefix_caching=enable_prefix_caching,
         canary=canary,
         canary_prompt="Once upon a time",
+        canary_tokens=canary_tokens,
     )
 
 
@@ -71,13 +92,63 @@ def tiny(tiny_folder: Path, programs: Path) -> Iterator[Started]:
     started.engine.close()
 
 
-def tiny_bench(tiny: Started, *, enable_prefix_caching: bool = True, **narrow: int) -> Bench:
+def tiny_bench(tiny: Started, *, enable_prefix_caching: bool = True, **narrow: Any) -> Bench:
     """An engine of its own over the tiny model's programs; `narrow` as for `NarrowRunner`."""
     runner, eos = NarrowRunner(tiny.engine.runner, **narrow), tiny.intake.eos_token_ids
     return Bench(runner, tiny.intake.tokenizer, eos_token_ids=eos, enable_prefix_caching=enable_prefix_caching)
 
 
 @pytest.fixture(scope="session")
-def script_tokenizer():  # type: ignore[no-untyped-def]
+def script_tokenizer() -> Tokenizer:
     """Ids 0-2 are control tokens (2 ends an answer), 3-258 the bytes, then some words."""
     return byte_level()
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """No run-time type checks: for what users hand in against the annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def async_log() -> EventLog:
+    """Events of the engines below."""
+    return EventLog()
+
+
+@pytest.fixture(scope="session")
+def shared_async_llm(tiny_folder: Path, programs: Path, async_log: EventLog) -> Iterator[AsyncLLM]:
+    """A tiny engine with a thread of its own."""
+    with AsyncLLM(
+        config=tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[async_log]
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture
+def async_llm(shared_async_llm: AsyncLLM, async_log: EventLog) -> Iterator[AsyncLLM]:
+    """The shared engine at rest, which it must be again afterwards."""
+    async_log.clear()
+    yield shared_async_llm
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_idle(shared_async_llm) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert is_idle(shared_async_llm)
+    assert shared_async_llm._mailboxes == {}
+    shared_async_llm._engine.scheduler.check()
+    check_ends(async_log)
+
+
+@pytest.fixture
+def mortal(tiny_folder: Path, programs: Path, async_log: EventLog) -> Iterator[AsyncLLM]:
+    """An engine of its own, for tests that close or kill it."""
+    async_log.clear()
+    llm = AsyncLLM(config=tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[async_log])
+    yield llm
+    llm.close()
+    assert not llm._thread.is_alive()
+    assert llm._mailboxes == {}
+    assert is_idle(llm)
+    check_ends(async_log)

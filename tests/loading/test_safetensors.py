@@ -122,6 +122,22 @@ def _name_parent_file(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def _name_endless_file(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "x" * 5000 + ".safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _link_in_a_circle(folder: Path) -> None:
+    _remove_second(folder)
+    (folder / SECOND).symlink_to(folder / SECOND)
+
+
+def _make_second_a_folder(folder: Path) -> None:
+    _remove_second(folder)
+    (folder / SECOND).mkdir()
+
+
 def _break_index(folder: Path) -> None:
     (folder / INDEX).write_text('{"weight_map": ["model.norm.weight"]}')
 
@@ -146,6 +162,9 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (_empty_second, f"{SECOND} is empty"),
     (_pad_second, f"{SECOND} is cut or wrong"),
     (_name_parent_file, r"names '\.\./secret\.safetensors'"),
+    (_name_endless_file, "xxx is missing"),
+    (_link_in_a_circle, f"{SECOND} is a symbolic link to nowhere"),
+    (_make_second_a_folder, f"{SECOND} is not a plain file"),
     (_break_index, f"{INDEX} has no valid 'weight_map'"),
     (_empty_index, f"{INDEX} has an empty 'weight_map'"),
     (_add_whole_file, rf"holds both model\.safetensors and {INDEX}"),

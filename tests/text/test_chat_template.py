@@ -256,6 +256,17 @@ def test_malformed_messages_are_refused_by_place(messages: Any, named: str) -> N
     assert caught.value.http_status == 400
 
 
+@pytest.mark.parametrize("depth", [70, 5000])
+def test_messages_nested_without_end_are_refused(depth: int) -> None:
+    nested: Any = "x"
+    for _ in range(depth):
+        nested = [nested]
+    with pytest.raises(ChatTemplateError, match="64 deep"):
+        check_messages([{**user("x"), "extra": nested}])
+    with pytest.raises(ChatTemplateError, match="64 deep"):
+        render("x", tools=nested)
+
+
 def test_content_may_be_absent_beside_tool_calls() -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"k": 2}}}]
     messages: list[Mapping[str, Any]] = [user("q"), {"role": "assistant", "content": None, "tool_calls": calls, "name": None}]

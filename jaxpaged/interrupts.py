@@ -1,4 +1,7 @@
-"""Ctrl-C that ends an answer and leaves the engine whole: the signal is noted, and looked at between two steps."""
+"""Ctrl-C that ends an answer and leaves the engine whole: the signal is noted, and looked at between two steps.
+
+Raised in the middle of a step it could lose the page pool, which the step program has taken and not given back yet.
+"""
 
 import signal
 import threading
@@ -8,7 +11,7 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed since the `noted_interrupts` block began."""
+    """Whether Ctrl-C was pressed since the block began."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -18,6 +21,11 @@ class Interrupt:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if Ctrl-C was pressed."""
+        if self.is_set:
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -32,3 +40,14 @@ def noted_interrupts() -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Interrupt]:
+    """As `noted_interrupts`, and raised at the end of the block if not before; where Ctrl-C means something else, nothing changes."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield Interrupt()
+        return
+    with noted_interrupts() as interrupt:
+        yield interrupt
+    interrupt.check()

@@ -10,7 +10,7 @@ import pytest
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
 from jaxpaged.sampling import NO_ID, NUM_TOP, keep_threshold, sample, uniform
-from jaxpaged.tokenizer import Tokenizer
+from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
 
@@ -151,10 +151,10 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     assert statistic < critical_chi_square(degrees)
 
 
-def test_one_seed_draws_evenly_over_positions_and_engine_seeds_at_one_position(script_tokenizer: Tokenizer) -> None:
+def test_one_seed_draws_evenly_over_positions_and_engine_seeds_at_one_position() -> None:
     count, bins = 20_000, 64
     one_seed = uniform(jnp.broadcast_to(jnp.asarray([123, 45], jnp.uint32), (count, 2)), jnp.arange(count, dtype=jnp.int32))
-    intake = Intake(script_tokenizer, generation_config={}, eos_token_ids=frozenset(), vocab=300, seed=0)
+    intake = Intake(byte_level(), generation_config={}, eos_token_ids=frozenset(), vocab=300, seed=0)
     seeds = np.array([intake.request([1], None, arrival_s=0.0).seed for _ in range(count)], np.uint64)
     assert len(set(seeds.tolist())) == count
     one_position = uniform(rows(count, vocab=1, seed=seeds).seed, jnp.full(count, 7, jnp.int32))

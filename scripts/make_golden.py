@@ -1,0 +1,245 @@
+"""Makes the files in tests/golden/ with Hugging Face transformers and torch, which the project itself never needs.
+
+In an environment of its own (the versions are those that made the files in the tree):
+
+    python3.11 -m venv /tmp/golden
+    /tmp/golden/bin/pip install torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 ml_dtypes==0.6.0
+    /tmp/golden/bin/python scripts/make_golden.py SmolLM2-135M-Instruct.Q4_1.gguf
+
+The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m` it lies in the cache folder. Files:
+
+    smollm2_text.json       prompts, their token ids, 64 greedy ids each (not stopped at end tokens) and the margin of each: the gap between
+                            the two largest logits, which tells a tie from a fault
+    smollm2_logits.npz      logits of every 16th id, and the logsumexp over all ids: after some prompts, and far into a long text with
+                            the file's rotary base and with 10000
+    <family>_logits.npz     logits of the tiny models in tests/models/cases.py
+
+Everything is computed in float32 on the CPU.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.models.cases import FAMILY_CASES, GOLDEN, VARIANT_CASES, Case  # noqa: E402
+
+NUM_NEW_TOKENS = 64
+ID_STRIDE = 16
+FAR_POSITIONS = (1, 64, 1024, 4096)
+LOGIT_PROMPTS = ("capital", "python", "german", "chat")
+OTHER_THETA = 10_000.0
+
+PROMPTS: dict[str, str | list[dict[str, str]]] = {
+    "capital": "The capital of France is",
+    "story": "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who",
+    "python": 'def fibonacci(n: int) -> int:\n    """Returns the n-th Fibonacci number."""\n',
+    "chat": [{"role": "user", "content": "What is the capital of Japan? Answer in one sentence."}],
+    "chat-turns": [
+        {"role": "system", "content": "You are a patient teacher of physics."},
+        {"role": "user", "content": "Why is the sky blue?"},
+        {"role": "assistant", "content": "Because air scatters blue light more than red light."},
+        {"role": "user", "content": "And why is the sunset red?"},
+    ],
+    "arithmetic": "12 + 30 = 42\n7 * 8 = 56\n100 - 58 =",
+    "json": '{"name": "Ada Lovelace", "born": 1815, "fields": ["mathematics",',
+    "german": "Der schnelle braune Fuchs springt über den faulen Hund, weil",
+    "japanese": "東京は日本の首都であり、",
+    "russian": "Москва - столица",
+    "emoji": "I love pizza 🍕 and coffee ☕, but most of all",
+    "one-letter": "A",
+    "spaces": "\n\n    - first item\n    - second item\n    -",
+    "shouting": "ATTENTION PASSENGERS: THE TRAIN TO",
+    "html": "<html>\n<head><title>Paged attention</title></head>\n<body>\n",
+    "list": "Ten things to take on a long hike:\n1. Water\n2.",
+    "poem": "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n",
+    "sql": "SELECT customers.name, COUNT(orders.id) FROM customers",
+    "special": "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n",
+    "long": (
+        "The history of the lighthouse goes back to the fires that were lit on hilltops to guide ships into a harbour. Before the "
+        "development of clearly defined ports, mariners were guided by such fires, and placing the fire on a platform improved its "
+        "visibility, so that towers came to be built. In antiquity the lighthouse served as an entrance marker to ports rather than "
+        "as a warning of reefs and headlands, unlike many modern ones. The most famous of them was the Pharos of Alexandria in Egypt, "
+        "which fell in a series of earthquakes. The intact Tower of Hercules at A Coruña in Spain gives an idea of what these "
+        "buildings looked like. Coins from Alexandria, Ostia in Italy and Laodicea in Syria also show lighthouses. The modern era of "
+        "lighthouse building began at the turn of the eighteenth century, as trade across the oceans grew and steel, concrete and "
+        "better lenses became available. In short, the most important reasons why lighthouses were built are"
+    ),
+}
+
+
+def load_smollm2(path: Path) -> transformers.LlamaForCausalLM:
+    """The model as transformers reads the GGUF file, checked bit for bit against `dequantized`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    state = model.state_dict()
+    names = set(state) - {"lm_head.weight"}
+    for name, tensor in dequantized(path, model.config):
+        assert torch.equal(state[name], tensor), f"transformers reads {name} differently"
+        names.remove(name)
+    assert not names, names
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model
+
+
+def dequantized(path: Path, config: transformers.LlamaConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, float32 values) of each tensor; rows of q and k back in Hugging Face's order."""
+    top = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    inner = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    inner |= {f"attn_{short}": f"self_attn.{short}_proj" for short in "qkv"} | {"attn_output": "self_attn.o_proj"}
+    inner |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        stem = tensor.name.removesuffix(".weight")
+        if stem in top:
+            name = top[stem]
+        else:
+            _, layer, kind = stem.split(".")
+            name = f"model.layers.{layer}.{inner[kind]}"
+            if kind in heads:
+                rows, columns = values.shape
+                values = values.reshape(heads[kind], rows // heads[kind] // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+        yield f"{name}.weight", torch.from_numpy(np.array(values, np.float32))
+
+
+def logits_at(model: transformers.PreTrainedModel, token_ids: list[int], positions: tuple[int, ...]) -> np.ndarray:
+    """Float32 logits [positions, vocab] of one forward pass over the whole text."""
+    hidden = model.model(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state[0]
+    return model.lm_head(hidden[list(positions)]).numpy()
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[list[int], list[float], np.ndarray]:
+    """Returns the new ids, the margin of each, and the logits of the first; checked against one pass over the whole text."""
+    cache, ids, margins, steps = None, list(prompt), [], []
+    for _ in range(NUM_NEW_TOKENS):
+        new = ids if cache is None else ids[-1:]
+        step = model(input_ids=torch.tensor([new]), cache=cache, use_cache=True, logits_to_keep=1)
+        cache = step.cache
+        logits = step.logits[0, -1]
+        first, second = torch.topk(logits, 2).values.tolist()
+        ids.append(int(torch.argmax(logits)))
+        margins.append(first - second)
+        steps.append(logits.numpy())
+    whole = logits_at(model, ids[:-1], tuple(range(len(prompt) - 1, len(ids) - 1)))
+    assert np.abs(whole - np.stack(steps)).max() < 1e-3
+    return ids[len(prompt) :], margins, steps[0]
+
+
+def thinned(logits: np.ndarray) -> dict[str, np.ndarray]:
+    """What is kept of logits [rows, vocab]."""
+    return {"logits": logits[:, ::ID_STRIDE], "logsumexp": np.logaddexp.reduce(logits.astype(np.float64), axis=-1)}
+
+
+def make_smollm2(path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = load_smollm2(path)
+    prompts, first_logits = [], {}
+    for name, prompt in PROMPTS.items():
+        if isinstance(prompt, str):
+            token_ids = tokenizer(prompt)["input_ids"]
+        else:
+            token_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        output, margins, first_logits[name] = greedy(model, token_ids)
+        print(f"{name}: {len(token_ids)} tokens, least margin {min(margins):.2g}: {tokenizer.decode(output)!r}", flush=True)
+        kept_margins = [float(f"{margin:.4g}") for margin in margins]
+        text = tokenizer.decode(output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        prompts.append(
+            {
+                "name": name,
+                "prompt": prompt,
+                "prompt_token_ids": token_ids,
+                "output_token_ids": output,
+                "margins": kept_margins,
+                "output_text": text,
+            }
+        )
+    logits = {f"first.{key}": value for key, value in thinned(np.stack([first_logits[name] for name in LOGIT_PROMPTS])).items()}
+
+    text = [token_id for prompt in prompts for token_id in (*prompt["prompt_token_ids"], *prompt["output_token_ids"])]
+    text = (text * (FAR_POSITIONS[-1] // len(text) + 1))[: FAR_POSITIONS[-1] + 1]
+    thetas = {"theta": model.config.rope_parameters["rope_theta"], "other_theta": OTHER_THETA}
+    for key, theta in thetas.items():
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        logits |= {f"{key}.{kept}": value for kept, value in thinned(logits_at(model, text, FAR_POSITIONS)).items()}
+    save_npz(GOLDEN / "smollm2_logits.npz", logits)
+    content = {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "made_with": {"transformers": transformers.__version__, "torch": torch.__version__, "gguf": gguf_version()},
+        "logit_prompts": LOGIT_PROMPTS,
+        "id_stride": ID_STRIDE,
+        "far_positions": FAR_POSITIONS,
+        **thetas,
+        "prompts": prompts,
+    }
+    write_json(GOLDEN / "smollm2_text.json", content)
+
+
+def make_tiny_models() -> None:
+    by_file: dict[Path, dict[str, np.ndarray]] = {}
+    for case in (*FAMILY_CASES, *VARIANT_CASES):
+        by_file.setdefault(case.golden_path, {})[case.name] = tiny_logits(case)
+    for path, logits in by_file.items():
+        save_npz(path, logits)
+
+
+def tiny_logits(case: Case) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as folder:
+        case.write(folder, **case.options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        logits = logits_at(model, case.token_ids, case.positions)
+    print(f"{case.name}: {logits.shape}, rms {np.sqrt(np.mean(logits**2)):.3f}", flush=True)
+    return logits
+
+
+def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    np.savez_compressed(path, **arrays)
+    print(f"{path}: {path.stat().st_size} bytes")
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    # One line a prompt, so that a change of one shows as a change of one.
+    prompts = content.pop("prompts")
+    head = json.dumps(content, ensure_ascii=False)[:-1]
+    lines = ",\n".join(json.dumps(prompt, ensure_ascii=False) for prompt in prompts)
+    path.write_text(f'{head}, "prompts": [\n{lines}\n]}}\n', encoding="utf-8")
+    print(f"{path}: {path.stat().st_size} bytes")
+
+
+def gguf_version() -> str:
+    from importlib.metadata import version
+
+    return version("gguf")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
+    parser.add_argument("--only", choices=("smollm2", "tiny"), help="make a part of the files")
+    args = parser.parse_args()
+    if args.gguf is None and args.only != "tiny":
+        parser.error("name the GGUF file, or give --only tiny")
+    torch.set_num_threads(1)  # sums in one order, however many cores there are
+    GOLDEN.mkdir(exist_ok=True)
+    with torch.inference_mode():
+        if args.only != "smollm2":
+            make_tiny_models()
+        if args.only != "tiny":
+            make_smollm2(args.gguf)
+
+
+if __name__ == "__main__":
+    main()

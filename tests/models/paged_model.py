@@ -1,0 +1,106 @@
+"""A model over a page pool of its own, fed chunk by chunk: what the engine does on the device, without the engine.
+
+Whatever no sequence owns is NaN: the whole pool before it is written, so a read outside a sequence shows in its logits.
+"""
+
+import functools
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.config import ModelConfig
+from jaxpaged.kv_cache import KVCache
+from jaxpaged.loading.sources import resolve
+from jaxpaged.model_loader import load_model
+from jaxpaged.model_runner import LoadedModel
+from jaxpaged.request import Request, SamplingParams
+from jaxpaged.scheduler import ScheduledRow
+from jaxpaged.sequence import Sequence
+
+PAGE_SIZE = 16
+MAX_SEQS = 8
+
+
+def load(path: Path, dtype: str = "float32") -> LoadedModel:
+    """The model in a folder or file, as the engine loads it on a CPU."""
+    config = ModelConfig(model=str(path), dtype=dtype)
+    return load_model(config, resolve(config), is_gpu=False)[0]
+
+
+def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:
+    """The same weights under another config of the same shapes."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: loaded.family.Model(config)))
+    return loaded._replace(config=config, graphdef=graphdef)
+
+
+@functools.cache
+def step_program(graphdef: Any, treedef: Any, layout: BatchLayout) -> Any:
+    """Jitted (params, cache, blob) -> (float32 logits of every token [tokens, vocab], cache); models of one config share it."""
+
+    def step(params: tuple[jax.Array, ...], cache: KVCache, blob: jax.Array) -> tuple[jax.Array, KVCache]:
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+        hidden, cache = model(cache, unpack(blob, layout))
+        return model.logits(hidden), cache
+
+    return jax.jit(step, donate_argnums=1)
+
+
+class PagedModel:
+    """One model and its pool. Sequences take pages in the order of `pages`, which may be shuffled."""
+
+    def __init__(self, loaded: LoadedModel, *, context: int, num_pages: int | None = None, seed: int | None = None) -> None:
+        """Makes a pool of NaN.
+
+        Args:
+            context: tokens of one sequence at most; with the bucket it decides the program.
+            num_pages: pages of the pool; None: room for one sequence.
+            seed: shuffles the pages; None gives them out in order.
+        """
+        config = loaded.config
+        self.loaded, self.max_pages = loaded, -(-context // PAGE_SIZE)
+        self.num_pages = num_pages or self.max_pages + 1
+        dims = (config.layers, self.num_pages, config.kv_heads, PAGE_SIZE, config.head_dim)
+        self.cache = KVCache(jnp.full(dims, jnp.nan, config.dtype), jnp.full(dims, jnp.nan, config.dtype))
+        self.pages = list(range(1, self.num_pages))
+        if seed is not None:
+            np.random.default_rng(seed).shuffle(self.pages)
+
+    def start(self, token_ids: Seq[int], *, shared: Sequence | None = None, num_shared: int = 0) -> Sequence:
+        """A sequence with pages for all its tokens; the first `num_shared` tokens (whole pages) are those that `shared` has computed."""
+        request = Request(request_id="", prompt_token_ids=list(token_ids), params=SamplingParams(temperature=0), seed=0, arrival_s=0)
+        sequence = Sequence(request)
+        if shared is not None:
+            assert num_shared % PAGE_SIZE == 0
+            assert num_shared <= shared.num_computed_tokens
+            sequence.tables = (shared.pages[: num_shared // PAGE_SIZE],)
+            sequence.num_computed_tokens = num_shared
+        sequence.pages.extend(self.pages.pop(0) for _ in range(-(-len(token_ids) // PAGE_SIZE) - len(sequence.pages)))
+        return sequence
+
+    def feed(self, rows: Seq[tuple[Sequence, int]], bucket: int) -> list[np.ndarray]:
+        """Runs one step of the next tokens of each sequence and returns their logits, [tokens, vocab] for each row."""
+        layout = BatchLayout(bucket, min(bucket, MAX_SEQS), self.max_pages, PAGE_SIZE, self.num_pages, MAX_SEQS)
+        scheduled = [
+            ScheduledRow(sequence, count, sequence.num_computed_tokens, samples=True, slot=index, takes_from_slot=False, epoch=0)
+            for index, (sequence, count) in enumerate(rows)
+        ]
+        blob = pack(scheduled, layout, self.loaded.config.vocab)
+        run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
+        logits, self.cache = run(self.loaded.params, self.cache, blob)
+        ends = np.cumsum([count for _, count in rows])
+        for sequence, count in rows:
+            sequence.num_computed_tokens += count
+        return np.split(np.asarray(logits), ends)[: len(rows)]
+
+    def feed_all(self, sequence: Sequence, chunk: int, bucket: int) -> np.ndarray:
+        """Feeds what is left of a sequence in chunks and returns its logits, [tokens, vocab]."""
+        parts = []
+        while left := sequence.num_uncomputed_tokens:
+            parts += self.feed([(sequence, min(chunk, left))], bucket)
+        return np.concatenate(parts)
