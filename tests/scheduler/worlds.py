@@ -13,6 +13,10 @@ from tests.scheduler.simulation import Outcome, Simulation
 from tests.scheduler.table_model import make_request
 
 
+LEAST_STEPS = 300
+"""Clients keep coming until so many steps were scheduled, unless the device is lost before."""
+
+
 class World:
     """A simulation and the clients that trouble it."""
 
@@ -51,9 +55,9 @@ class World:
         pool = self.simulation.pages
         self.longest_prompt = min(self.max_model_len - 1, pool.arithmetic.most_tokens(num_usable, 60) - 1)
         self.families = [[rng.randrange(3) for _ in range(self.longest_prompt)] for _ in range(3)]
+        self.arrivals: deque[float] = deque()
         duration = rng.choice((0.5, 2.0, 6.0))
-        num_clients = rng.randint(8, 50)
-        self.arrivals = deque(sorted(rng.uniform(0, duration) for _ in range(num_clients)))
+        self.expect_clients(rng.randint(8, 50), duration)
         self.long_chance = rng.choice((0.1, 0.2, 0.7))
         self.priorities = rng.choice(((0,), (0,), (0, 1), (-1, 0, 0, 5)))
         self.abort_chance = rng.choice((0.0, 0.01, 0.05))
@@ -88,7 +92,9 @@ class World:
             self.look_at_texts()
             if simulation.is_idle or simulation.scheduler.is_paused:
                 if not self.arrivals and simulation.is_idle:
-                    break
+                    if simulation.outcome.num_steps >= LEAST_STEPS:
+                        break
+                    self.expect_clients(10, 2.0)
                 simulation.now = max(simulation.now + 0.01, self.arrivals[0] if self.arrivals and simulation.is_idle else 0.0)
                 if rng.random() < 0.3:
                     simulation.scheduler.resume()
@@ -98,6 +104,10 @@ class World:
         simulation.check_answers()
         simulation.check_idle()
         return simulation.outcome
+
+    def expect_clients(self, count: int, duration_s: float) -> None:
+        """Some more, from now on."""
+        self.arrivals.extend(sorted(self.simulation.now + self.rng.uniform(0, duration_s) for _ in range(count)))
 
     def arrive(self) -> None:
         """A client comes with a request, or with several samples of one."""
