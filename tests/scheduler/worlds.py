@@ -12,7 +12,6 @@ from tests.scheduler.rules import Hopeful
 from tests.scheduler.simulation import Outcome, Simulation
 from tests.scheduler.table_model import make_request
 
-
 LEAST_STEPS = 300
 """Clients keep coming until so many steps were scheduled, unless the device is lost before."""
 
