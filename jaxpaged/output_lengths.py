@@ -11,32 +11,30 @@ FIRST_GUESS_TOKENS = 256
 
 
 class OutputLengths:
-    """A sorted window of the last lengths.
+    """A sorted window of the last lengths."""
 
-    Args:
-        quantile: of the answers that became longer than a running one is by now, this share was no longer than what is
-            expected of it. Higher is more careful.
-    """
-
-    def __init__(self, quantile: float) -> None:
-        self._quantile = quantile
+    def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=HISTORY)
         self._sorted: list[int] = []
 
     def record(self, num_tokens: int) -> None:
         """Notes the length of an answer that has come to its own end."""
         if len(self._recent) == HISTORY:
-            oldest = self._recent[0]
-            del self._sorted[bisect_right(self._sorted, oldest) - 1]
+            del self._sorted[bisect_right(self._sorted, self._recent[0]) - 1]
         self._recent.append(num_tokens)
         insort(self._sorted, num_tokens)
 
-    def expected_remaining(self, num_tokens: int) -> int:
-        """Tokens that an answer of `num_tokens` so far will probably still get; at least 1."""
+    def expected_remaining(self, num_tokens: int, quantile: float) -> int:
+        """Tokens that an answer of `num_tokens` so far will probably still get; at least 1.
+
+        Args:
+            num_tokens: its length by now.
+            quantile: in [0, 1): of the answers that became longer than that, this share was no longer than what is expected.
+        """
         lengths = self._sorted
         index = bisect_right(lengths, num_tokens)
         num_longer = len(lengths) - index
         if num_longer:
-            return lengths[index + int(self._quantile * num_longer)] - num_tokens
+            return lengths[index + int(quantile * num_longer)] - num_tokens
         # Longer than all: such answers go on for about as long again.
         return max(num_tokens, 1) if lengths else max(FIRST_GUESS_TOKENS, num_tokens)

@@ -48,10 +48,15 @@ class RunningSet:
         """Whether a sequence's last id is on its way, so that its pages come back soon."""
         return any(sequence.num_tokens >= sequence.max_total_tokens for sequence in self.sequences)
 
+    @property
+    def next_epoch(self) -> int:
+        """Number of the admission to come."""
+        return self._num_admissions + 1
+
     def enter(self, sequence: Sequence) -> None:
         """Gives a sequence, which has its cached pages, a slot."""
+        sequence.epoch = self.next_epoch
         self._num_admissions += 1
-        sequence.epoch = self._num_admissions
         sequence.slot = self._free_slots.pop()
         sequence.status = SequenceStatus.RUNNING
         insort(self.sequences, sequence, key=_ORDER)
@@ -93,10 +98,10 @@ class RunningSet:
         return self._pages.arithmetic.held_pages(sequence.tables)
 
     def pages_to_come(self, sequence: Sequence) -> int:
-        """Pages for the tokens that a sequence has and the next one, or for all that it can ever have, beyond those it holds."""
-        # The last token of an answer is never computed.
+        """Pages beyond those that a sequence holds: for the step after this one, or for all that it can ever compute."""
+        # The last token of an answer is never computed, nor in the next step the one that it will sample.
         most = sequence.max_total_tokens - 1
-        num_tokens = most if is_guarded(sequence) else min(sequence.num_tokens + 1, most)
+        num_tokens = most if is_guarded(sequence) else min(sequence.num_tokens + (sequence.num_pending_ids == 0), most)
         return self._pages.arithmetic.pages_to_come(sequence.tables, num_tokens)
 
     def kept_pages(self, sequence: Sequence) -> int:

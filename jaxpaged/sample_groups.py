@@ -14,10 +14,12 @@ class SampleGroups:
         self._pages = page_manager
         self._leaders: dict[str, Sequence] = {}
         self._followers: dict[str, list[Sequence]] = {}
+        self._num_held = 0
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Sequences that are held back."""
-        return sum(map(len, self._followers.values()))
+        """Sequences that are held back; `num_prompt_tokens` are theirs."""
+        return self._num_held
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a new sequence has to wait for its leader; the first of a group becomes the leader."""
@@ -28,6 +30,7 @@ class SampleGroups:
             self._leaders[group] = sequence
             return False
         self._followers.setdefault(group, []).append(sequence)
+        self._count([sequence], 1)
         return True
 
     @property
@@ -41,7 +44,7 @@ class SampleGroups:
         if group is None or self._leaders.get(group) is not sequence or sequence.num_confirmed_tokens < self._num_shared_tokens(sequence):
             return []
         del self._leaders[group]
-        return self._followers.pop(group, [])
+        return self._count(self._followers.pop(group, []), -1)
 
     def freed_by_end(self, sequence: Sequence) -> list[Sequence]:
         """Called when `sequence` ends. A follower is forgotten; after a leader the first of its followers may be queued and leads."""
@@ -51,6 +54,7 @@ class SampleGroups:
         followers = self._followers.get(group, [])
         if sequence in followers:
             followers.remove(sequence)
+            self._count([sequence], -1)
             return []
         if self._leaders.get(group) is not sequence:
             return []
@@ -59,7 +63,12 @@ class SampleGroups:
             self._followers.pop(group, None)
             return []
         leader = self._leaders[group] = followers.pop(0)
-        return [leader]
+        return self._count([leader], -1)
+
+    def _count(self, sequences: list[Sequence], sign: int) -> list[Sequence]:
+        self._num_held += sign * len(sequences)
+        self.num_prompt_tokens += sign * sum(sequence.num_prompt_tokens for sequence in sequences)
+        return sequences
 
     def _num_shared_tokens(self, sequence: Sequence) -> int:
         size = self._pages.page_size

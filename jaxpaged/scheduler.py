@@ -3,7 +3,7 @@
 One step is chosen in four passes, and nothing in a later pass takes from an earlier one:
 
     0. a waiting request of strictly higher priority takes the place of running ones, if the last step had no room for it
-    1. one token for each running sequence that has one to compute (decoding, or the last token of a prompt)
+    1. one token for each running sequence that has one to compute (decoding, or the last token of a prompt; `running_rows`)
     2. chunks of the prompts that are running, in the order of the queue, as far as the token budget and the pages go
     3. waiting requests, in the order of the queue, while tokens, slots and pages last (`admission`)
 
@@ -28,7 +28,8 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason
-from jaxpaged.running_set import RunningSet, is_guarded
+from jaxpaged.running_rows import RunningRows
+from jaxpaged.running_set import RunningSet
 from jaxpaged.sample_groups import SampleGroups
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.sequence import NO_SLOT, Sequence, SequenceStatus
@@ -84,6 +85,7 @@ class Scheduler:
         self._queue = WaitingQueue(policy.ageing_s)
         self._samples = SampleGroups(page_manager)
         self._running = RunningSet(page_manager, self.max_num_seqs)
+        self._rows = RunningRows(page_manager, self._queue, self._running)
         self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget)
         self._unfinished: dict[str, Sequence] = {}
         self._in_flight: deque[ScheduledStep] = deque()
@@ -141,7 +143,7 @@ class Scheduler:
         self.check_fits(sequence.num_prompt_tokens)
         if sequence.request_id in self._unfinished:
             raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
-        num_waiting_tokens = self._queue.num_prompt_tokens + sum(held.num_prompt_tokens for held in self._samples.held)
+        num_waiting_tokens = self._queue.num_prompt_tokens + self._samples.num_prompt_tokens
         self._limits.check_queue(sequence.num_prompt_tokens, self.num_waiting, num_waiting_tokens)
         sequence.max_total_tokens = self._limits.max_total_tokens(sequence)
         sequence.tables = self._pages.empty_tables()
@@ -160,22 +162,23 @@ class Scheduler:
         if self._is_paused:
             return None
         draft = StepDraft()
-        displacer = self._admission.displace(draft, self._preempt)
-        partial = self._schedule_one_token_rows(draft)
+        displacer = self._admission.displace(draft, self._rows.preempt)
+        partial = self._rows.take_one_token_each(draft, is_ahead=bool(self._in_flight))
         if partial or len(self._queue):
             draft.budget = self._prompt_budget(partial, len(draft.ones))
             partial.sort(key=_QUEUE_KEY)
             if displacer in partial:
                 partial.remove(displacer)
                 partial.insert(0, displacer)
-            self._schedule_chunks(partial, draft)
+            self._rows.take_chunks(partial, draft)
             while partial and not draft.ones and not draft.chunks and not self._in_flight and (victim := self._running.victim()):
                 # Prompts in progress hold every page between them.
-                self._preempt(victim, draft)
-                self._schedule_chunks(partial, draft)
+                self._rows.preempt(victim, draft)
+                self._rows.take_chunks(partial, draft)
             self._admission.admit(draft)
         if not draft.ones and not draft.chunks:
-            assert not draft.preempted, "a sequence lost its pages and nobody got them"
+            if draft.preempted:
+                raise AssertionError(f"{draft.preempted} lost their pages and nobody got them")
             return None
         step = draft.step()
         self._in_flight.append(step)
@@ -299,54 +302,6 @@ class Scheduler:
         if not self._in_flight:
             assert not any(sequence.num_pending_ids for sequence in self.sequences), "an id is pending and no step is in flight"
 
-    def _schedule_one_token_rows(self, draft: StepDraft) -> list[Sequence]:
-        """Pass 1; returns the running sequences that have more than one token to compute."""
-        partial = []
-        page_size, has_windows = self._pages.page_size, bool(self._pages.arithmetic.windows)
-        ones, take = draft.ones, draft.take
-        # A copy: whoever is preempted on the way comes later in it than the one it is preempted for.
-        for sequence in tuple(self._running.sequences):
-            if sequence.slot == NO_SLOT:
-                continue
-            num_pending, start = sequence.num_pending_ids, sequence.num_computed_tokens
-            num_tokens = len(sequence.token_ids) + num_pending
-            if num_tokens - start > 1:
-                partial.append(sequence)
-                continue
-            if num_pending and (num_tokens >= sequence.max_total_tokens or sequence.needs_host):
-                # Its last id is on its way, or nothing can be said before it is here.
-                continue
-            if has_windows:
-                self._running.slide_windows(sequence)
-            if start < len(sequence.tables[0]) * page_size or self._grow_by_force(sequence, draft):
-                take(sequence, 1, ones)
-        return partial
-
-    def _grow_by_force(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """Room for one token more, at the cost of those admitted last; False when it has to wait, or to go, itself."""
-        running, num_pages = self._running, len(sequence.tables)
-        while self._pages.num_available - running.kept_pages(sequence) < num_pages:
-            victim = running.victim()
-            if self._in_flight and (victim is None or victim is sequence or is_guarded(sequence) or running.has_ending):
-                # Pages are about to come back.
-                return False
-            assert victim is not None, f"{sequence} has no page and nobody may lose any"
-            self._preempt(victim, draft)
-            if victim is sequence:
-                return False
-        return self._pages.grow(sequence.tables, sequence.num_computed_tokens + 1)
-
-    def _preempt(self, victim: Sequence, draft: StepDraft) -> None:
-        """Takes the pages of a running sequence. Its whole pages are in the prefix cache already, since `update` commits at once."""
-        victim.num_lost_tokens = victim.num_computed_tokens
-        victim.num_once_computed = max(victim.num_once_computed, victim.num_computed_tokens)
-        self._running.leave(victim, commit=False)
-        victim.num_computed_tokens = victim.num_confirmed_tokens = 0
-        victim.num_preemptions += 1
-        victim.status = SequenceStatus.PREEMPTED
-        self._queue.add(victim)
-        draft.preempted.append(victim)
-
     def _prompt_budget(self, partial: list[Sequence], num_ones: int) -> int:
         if not self._budget.has_target:
             return self.max_num_batched_tokens - num_ones
@@ -356,20 +311,6 @@ class Scheduler:
             first.append(self._queue.first())
         oldest_s = self._clock() - min(sequence.queued_s for sequence in first) if first else None
         return self._budget.prompt_tokens(num_ones, backlog, oldest_s)
-
-    def _schedule_chunks(self, partial: list[Sequence], draft: StepDraft) -> None:
-        """Pass 2: chunks as long as budget and pages allow, preempting nobody."""
-        for sequence in partial:
-            if draft.budget == 0:
-                break
-            if sequence.slot == NO_SLOT:
-                continue
-            self._running.slide_windows(sequence)
-            num_tokens = self._running.fitting_tokens(sequence, min(sequence.num_uncomputed_tokens, draft.budget))
-            if num_tokens > 0:
-                is_grown = self._pages.grow(sequence.tables, sequence.num_computed_tokens + num_tokens)
-                assert is_grown, f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago"
-                draft.take_chunk(sequence, num_tokens)
 
     def _commit(self, sequence: Sequence) -> None:
         self._pages.commit(sequence.token_ids, sequence.tables, sequence.num_confirmed_tokens, sequence.prefix)

@@ -17,8 +17,8 @@ ITL_MARGIN = 0.9
 TTFT_MARGIN = 0.5
 """Share of the time left that prompts are planned to take: more may come."""
 
-MIN_CHUNK_TOKENS = 16
-"""Less is not worth a step's fixed costs."""
+MOST_LEAST_CHUNK_TOKENS = 16
+"""Every step with prompts takes so many of their tokens, or a quarter of what fits into a step if that is less."""
 
 
 class StepBudget:
@@ -43,10 +43,11 @@ class StepBudget:
             self._cost.observe(num_tokens, seconds)
 
     def max_rows(self) -> int:
-        """Sequences that can run together without making a step of one token each too slow."""
+        """Sequences that can run together and leave room for a chunk without making a step too slow."""
         if self._target_itl_s is None or not self._cost.has_learnt:
             return self._most
-        return max(1, self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self._most))
+        fitting = self._fitting_tokens()
+        return max(1, fitting - self._least_chunk(fitting))
 
     def prompt_tokens(self, num_ones: int, backlog: int, oldest_s: float | None) -> int:
         """Tokens of prompts for a step.
@@ -59,10 +60,18 @@ class StepBudget:
         room = self._most - num_ones
         if num_ones == 0 or not self.has_target or not self._cost.has_learnt:
             return room
-        least = min(MIN_CHUNK_TOKENS, room)
+        fitting = self._fitting_tokens()
+        least = min(room, self._least_chunk(fitting))
         if self._target_ttft_s is not None and oldest_s is not None:
             left_s = max((self._target_ttft_s - oldest_s) * TTFT_MARGIN, 1e-9)
             room = min(room, max(least, self._cost.tokens_per_step(num_ones, backlog / left_s, room)))
-        if self._target_itl_s is not None:
-            room = min(room, max(least, self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self._most) - num_ones))
-        return room
+        return min(room, max(least, fitting - num_ones))
+
+    def _fitting_tokens(self) -> int:
+        """Tokens of a step that keeps `target_itl_s`."""
+        if self._target_itl_s is None:
+            return self._most
+        return self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self._most)
+
+    def _least_chunk(self, fitting: int) -> int:
+        return max(1, min(MOST_LEAST_CHUNK_TOKENS, fitting // 4))

@@ -41,7 +41,7 @@ class StepCost:
         base, slope = self._line()
         if slope <= 0:
             return limit
-        num_tokens = max(0, int((seconds - base) / slope))
+        num_tokens = max(0, int((seconds - base) / slope + 1e-6))
         if self._buckets and num_tokens < self._buckets[-1]:
             larger = bisect_left(self._buckets, num_tokens + 1)
             num_tokens = self._buckets[larger - 1] if larger else 0

@@ -92,6 +92,7 @@ class Simulation:
         self._unfinished: dict[Sequence, int] = {}  # in order of arrival
         self._admissions: dict[Sequence, int] = {}  # of those that run
         self._num_admissions = 0
+        self._admitted_once: set[Sequence] = set()
         self._computed: dict[Sequence, int] = {}  # tokens that were ever lost by preemption
         self._last_token_s: dict[Sequence, float] = {}
         self._drought = 0
@@ -143,10 +144,7 @@ class Simulation:
             What was scheduled in this turn, if anything.
         """
         scheduler = self.scheduler
-        for sequence in scheduler.expire():
-            self.outcome.num_expired += 1
-            assert sequence.message
-            self._end(sequence)
+        self._expire()
         queue, was_paused = self._queue(), scheduler.is_paused
         step = scheduler.schedule()
         assert step is None or not was_paused, "something was scheduled in a pause"
@@ -200,6 +198,22 @@ class Simulation:
                 assert answer[: sequence.num_output_tokens] == sequence.output_token_ids, f"{sequence} says something else"
             else:
                 assert (answer, reason) == (sequence.output_token_ids, sequence.finish_reason), f"{sequence} says something else"
+
+    def _expire(self) -> None:
+        """Exactly those end whose time is over."""
+        queue_s, request_s = self.policy.queue_timeout_s, self.policy.request_timeout_s
+        late = {
+            sequence
+            for sequence in self._unfinished
+            if (request_s is not None and self.now >= sequence.queued_s + request_s)
+            or (queue_s is not None and self.now >= sequence.queued_s + queue_s and sequence not in self._admitted_once)
+        }
+        expired = self.scheduler.expire()
+        assert set(expired) == late, "another's time was over"
+        for sequence in expired:
+            self.outcome.num_expired += 1
+            assert sequence.message
+            self._end(sequence)
 
     def _take_in(self, fails: frozenset[int]) -> None:
         """The device ends a step, and the host learns of it."""
@@ -318,6 +332,7 @@ class Simulation:
         for sequence in admitted:
             self._num_admissions += 1
             self._admissions[sequence] = self._num_admissions
+            self._admitted_once.add(sequence)
         assert set(self.scheduler.sequences) == set(self._unfinished), "a request was lost"
         assert set(self.scheduler.sequences[: self.scheduler.num_running]) == set(self._admissions)
 

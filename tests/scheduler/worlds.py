@@ -6,11 +6,14 @@ from collections import deque
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import InvalidRequestError, QueueFullError
 from jaxpaged.kv_groups import FULL, KVGroup
-from jaxpaged.output_lengths import OutputLengths
 from jaxpaged.request import Request, samples_of
 from jaxpaged.scheduler import ScheduledStep
+from tests.scheduler.rules import Hopeful
 from tests.scheduler.simulation import Outcome, Simulation
 from tests.scheduler.table_model import make_request
+
+LEAST_STEPS = 300
+"""Clients keep coming until so many steps were scheduled, unless the device is lost before."""
 
 
 class World:
@@ -31,7 +34,7 @@ class World:
             max_model_len=self.max_model_len,
             enable_prefix_caching=rng.random() < 0.8,
             groups=groups,
-            depth=rng.choice((0, 1, 1, 2)),
+            depth=rng.choice((0, 1, 1, 2, 2)),
             policy=SchedulerConfig(
                 reserve_pages=rng.choice((None, 0, num_usable // 4)),
                 ageing_s=rng.choice((0.05, 0.5, 60.0)),
@@ -47,14 +50,13 @@ class World:
         )
         if rng.random() < 0.4:
             # It believes that every answer ends at once, so that pages run out often.
-            self.simulation.scheduler._admission.lengths = OutputLengths(0.0)
-            self.simulation.scheduler._admission.lengths.record(1)
+            self.simulation.scheduler._admission.lengths = Hopeful()
         pool = self.simulation.pages
         self.longest_prompt = min(self.max_model_len - 1, pool.arithmetic.most_tokens(num_usable, 60) - 1)
         self.families = [[rng.randrange(3) for _ in range(self.longest_prompt)] for _ in range(3)]
+        self.arrivals: deque[float] = deque()
         duration = rng.choice((0.5, 2.0, 6.0))
-        num_clients = rng.randint(8, 50)
-        self.arrivals = deque(sorted(rng.uniform(0, duration) for _ in range(num_clients)))
+        self.expect_clients(rng.randint(8, 50), duration)
         self.long_chance = rng.choice((0.1, 0.2, 0.7))
         self.priorities = rng.choice(((0,), (0,), (0, 1), (-1, 0, 0, 5)))
         self.abort_chance = rng.choice((0.0, 0.01, 0.05))
@@ -89,7 +91,9 @@ class World:
             self.look_at_texts()
             if simulation.is_idle or simulation.scheduler.is_paused:
                 if not self.arrivals and simulation.is_idle:
-                    break
+                    if simulation.outcome.num_steps >= LEAST_STEPS:
+                        break
+                    self.expect_clients(10, 2.0)
                 simulation.now = max(simulation.now + 0.01, self.arrivals[0] if self.arrivals and simulation.is_idle else 0.0)
                 if rng.random() < 0.3:
                     simulation.scheduler.resume()
@@ -99,6 +103,10 @@ class World:
         simulation.check_answers()
         simulation.check_idle()
         return simulation.outcome
+
+    def expect_clients(self, count: int, duration_s: float) -> None:
+        """Some more, from now on."""
+        self.arrivals.extend(sorted(self.simulation.now + self.rng.uniform(0, duration_s) for _ in range(count)))
 
     def arrive(self) -> None:
         """A client comes with a request, or with several samples of one."""

@@ -1,13 +1,11 @@
-"""The scheduler's rules: how a request ends, and what it leaves behind."""
+"""How a request ends, and what it leaves behind."""
 
 import pytest
 
 from jaxpaged.request import FinishReason
 from jaxpaged.scheduler import SequenceStatus
-from tests.scheduler.steps import add, fill_two, make_scheduler, step
+from tests.scheduler.rules import add, fill_two, make_scheduler, step
 from tests.scheduler.table_model import END_TOKENS
-
-# How a request ends
 
 
 def test_end_tokens_stop_unless_ignored() -> None:
@@ -109,7 +107,7 @@ def test_stop_string_ends_a_running_sequence_and_beats_length() -> None:
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decoding", "preempted", "scheduled", "finished"])
 def test_pages_come_back_exactly_once_whatever_the_state(state: str) -> None:
     """O-40."""
-    scheduler = make_scheduler(num_usable=5, page_size=4, max_num_batched_tokens=16)
+    scheduler = make_scheduler(num_usable=4, page_size=4, max_num_batched_tokens=16, is_hopeful=True)
     if state == "preempted":
         _, sequence = fill_two(scheduler)
         step(scheduler)

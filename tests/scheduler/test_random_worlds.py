@@ -1,0 +1,56 @@
+"""D1: random worlds of 300 steps and more on shadow pages, each until its last request has ended. A failing seed replays exactly."""
+
+import random
+
+import pytest
+
+from tests.scheduler.worlds import simulate
+
+WORLDS_PER_TEST = 50
+LONG_WORLDS_PER_TEST = 1000
+
+
+LEAST_PER_WORLD = {
+    "num_steps": 290,
+    "num_finished": 12,
+    "num_aborted": 3,
+    "num_expired": 0.5,
+    "num_failed": 0.5,
+    "num_late_rows": 5,
+    "num_preemptions": 1,
+    "num_displacements": 0.5,
+    "num_recomputed_tokens": 5,
+    "num_hit_tokens": 15,
+}
+"""So that the worlds are as rough as they are meant to be."""
+
+
+def simulate_all(seeds: range) -> None:
+    counts = dict.fromkeys(LEAST_PER_WORLD, 0)
+    for seed in seeds:
+        try:
+            outcome = simulate(seed)
+        except Exception as error:
+            error.add_note(f"replay with tests.scheduler.worlds.simulate({seed})")
+            raise
+        for name in counts:
+            counts[name] += vars(outcome)[name]
+    for name, least in LEAST_PER_WORLD.items():
+        assert counts[name] > least * len(seeds), f"too few: {name}"
+
+
+@pytest.mark.parametrize("first_seed", range(0, 500, WORLDS_PER_TEST))
+def test_random_worlds(first_seed: int) -> None:
+    simulate_all(range(first_seed, first_seed + WORLDS_PER_TEST))
+
+
+@pytest.mark.tier("long", area="pages")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first_seed", range(0, 20_000, LONG_WORLDS_PER_TEST))
+def test_many_random_worlds(first_seed: int) -> None:
+    simulate_all(range(first_seed, first_seed + LONG_WORLDS_PER_TEST))
+
+
+def test_a_seed_replays_exactly() -> None:
+    for seed in random.Random(0).sample(range(20_000), 10):
+        assert simulate(seed) == simulate(seed)
