@@ -221,8 +221,8 @@ def test_an_interrupt_leaves_the_engine_whole(calm: LLM, log: EventLog) -> None:
     for delay_ms in range(1, 40, 3):
         log.clear()
         timer = threading.Timer(delay_ms / 1000, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             while True:
                 calm.generate(["one", "two", "three"], long)
         timer.join()
@@ -236,8 +236,8 @@ def test_an_interrupt_ends_a_stream(calm: LLM, log: EventLog) -> None:
     for delay_ms in range(1, 12, 2):
         log.clear()
         timer = threading.Timer(delay_ms / 1000, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             while True:
                 stream = calm.stream("one", SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
                 list(stream)
