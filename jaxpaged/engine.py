@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpaged import events
-from jaxpaged.batch import pack
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.model_runner import Runner
@@ -18,6 +17,7 @@ from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason, Request, RequestOutput
 from jaxpaged.sampling import NO_ID
 from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledRow, ScheduledStep, Scheduler, Sequence
+from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
 
 
@@ -98,6 +98,7 @@ class Engine:
             policy=policy,
             token_buckets=limits.token_buckets,
         )
+        self._packer = StepPacker(runner.layout_for(1), runner.vocab)
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_StartedStep] = deque()
         self._answers: dict[str, Answer] = {}
@@ -202,7 +203,7 @@ class Engine:
         schedule_s = timer.lap()
         num_tokens = sum(row.num_tokens for row in step.rows)
         layout = self.runner.layout_for(num_tokens)
-        blob = pack(step.rows, layout, no_token=self.runner.vocab)
+        blob = self._packer.pack(step.rows, layout)
         pack_s, started_s = timer.lap(), timer.last
         ids = self.runner.run(layout, blob)
         # Handing over takes no time on a device, and the whole step on a runner that waits.

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from jaxpaged.batch import BatchLayout, pack, take_ids_from_slots, unpack
+from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
 from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
@@ -17,6 +17,7 @@ from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
 from jaxpaged.sampling import sample
 from jaxpaged.settings import StepLimits
+from jaxpaged.step_packer import pack_alone
 
 
 @runtime_checkable
@@ -177,4 +178,4 @@ class ModelRunner:
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""
-        return pack((), layout, self.vocab)
+        return pack_alone((), layout, self.vocab)

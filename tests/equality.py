@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.batch import BatchLayout, unpack
 from jaxpaged.kv_cache import CacheShape, KVCache, make_cache
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.sampling import uniform
 from jaxpaged.scheduler import ScheduledRow, Sequence
+from jaxpaged.step_packer import pack_alone
 
 TIE_MARGIN = 1e-4
 PAGE_SIZE = 16
@@ -62,7 +63,7 @@ class Oracle:
         params = SamplingParams(temperature=0.0)
         sequence = Sequence(Request(request_id="oracle", prompt_token_ids=list(token_ids), params=params, seed=0, arrival_s=0.0))
         sequence.tables = (list(range(1, self._layout.num_pages)),)
-        blob = pack(
+        blob = pack_alone(
             (ScheduledRow(sequence, len(token_ids), 0, True, slot=0, takes_from_slot=False, epoch=0),), self._layout, no_token=self._vocab
         )
         return np.asarray(self._step(self._params, make_cache(self._cache_shape, self._layout.num_pages), blob))[0]

@@ -109,7 +109,7 @@ class ScriptRunner:
         step = read_blob(blob, layout)
         ends, num_tokens = step["cu_q_lens"], int(step["cu_q_lens"][-1])
         assert num_tokens <= layout.num_tokens
-        places = list(zip(step["write_pages"].tolist(), step["write_offsets"].tolist(), strict=True))
+        places = list(zip(step["write_pages"][0].tolist(), step["write_offsets"].tolist(), strict=True))
         assert all(0 < page < self.num_pages for page, _ in places[:num_tokens]), "a live token goes to page 0 or beyond the pool"
         assert all(page >= self.num_pages for page, _ in places[num_tokens:]), "padding goes into the pool"
         assert len(set(places)) == len(places), "two tokens go to one place"
@@ -125,7 +125,7 @@ class ScriptRunner:
                 assert ends[row] == ends[row + 1], "a row without history has tokens"
                 continue
             assert ends[row] < ends[row + 1] == step["sample_tokens"][row] + 1, "a row does not sample its last token"
-            pages = step["page_tables"][row, : -(-length // self.page_size)]
+            pages = step["page_tables"][0, row, : -(-length // self.page_size)]
             positions = self.positions[pages].reshape(-1)[:length]
             assert positions.tolist() == list(range(length)), f"row {row} reads pages that are not its own: {positions.tolist()}"
             histories.append(tuple(self.ids[pages].reshape(-1)[:length].tolist()))
@@ -313,7 +313,7 @@ class Bench:
         scheduler = self.engine.scheduler
         victim = scheduler._running.victim()
         if victim is not None:
-            scheduler._preempt(victim, StepDraft())
+            scheduler._rows.preempt(victim, StepDraft())
         self.engine.scheduler.check()
 
     def run(self) -> None:

@@ -28,8 +28,8 @@ class Attention(nnx.Module):
         q = rope.rotate(self.q(x).reshape(num_tokens, self.heads, self.head_dim))
         k = rope.rotate(self.k(x).reshape(num_tokens, self.kv_heads, self.head_dim))
         v = self.v(x).reshape(num_tokens, self.kv_heads, self.head_dim)
-        cache = write(cache, k, v, layer, batch.write_pages, batch.write_offsets)
+        cache = write(cache, k, v, layer, batch.write_pages[0], batch.write_offsets)
         attended = paged_attention(
-            q, cache.k, cache.v, batch.page_tables, batch.kv_lens, batch.cu_q_lens, layer=layer, scale=self.head_dim**-0.5
+            q, cache.k, cache.v, batch.page_tables[0], batch.kv_lens, batch.cu_q_lens, layer=layer, scale=self.head_dim**-0.5
         )
         return self.o(attended.reshape(num_tokens, -1)), cache

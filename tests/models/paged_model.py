@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.batch import BatchLayout, unpack
 from jaxpaged.config import ModelConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.loading.sources import resolve
@@ -22,6 +22,7 @@ from jaxpaged.model_runner import LoadedModel
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
+from jaxpaged.step_packer import pack_alone
 
 PAGE_SIZE = 16
 MAX_SEQS = 8
@@ -90,7 +91,7 @@ class PagedModel:
             ScheduledRow(sequence, count, sequence.num_computed_tokens, samples=True, slot=index, takes_from_slot=False, epoch=0)
             for index, (sequence, count) in enumerate(rows)
         ]
-        blob = pack(scheduled, layout, self.loaded.config.vocab)
+        blob = pack_alone(scheduled, layout, self.loaded.config.vocab)
         run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
         logits, self.cache = run(self.loaded.params, self.cache, blob)
         ends = np.cumsum([count for _, count in rows])
