@@ -33,7 +33,7 @@ from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.text.vocabularies import byte_level  # noqa: E402
+from tests.text.vocabularies import byte_level
 
 PARTS = ("schedule", "pack", "update", "detokenize")
 
