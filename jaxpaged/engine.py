@@ -87,7 +87,7 @@ class Engine:
         clocks: Clocks = REAL_CLOCKS,
     ) -> None:
         self.runner, self.tokenizer, self._sink, self.clocks = runner, tokenizer, sink, clocks
-        self.pages = PageManager(runner.num_pages, runner.page_size, enable_prefix_caching)
+        self.pages = PageManager(runner.num_pages, runner.page_size, enable_prefix_caching, runner.kv_groups)
         limits = runner.limits
         self.scheduler = Scheduler(
             self.pages,

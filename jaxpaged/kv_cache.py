@@ -31,7 +31,7 @@ class KVCache(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What decides the size of a page."""
+    """What decides the size of a page. `layers`: those of one KV group, which are the pool's."""
 
     layers: int
     kv_heads: int
@@ -41,7 +41,7 @@ class CacheShape(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: keys and values of all layers."""
+        """Bytes of one page: keys and values of one KV group's layers."""
         return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
 
@@ -84,6 +84,7 @@ def count_pages(
     config: CacheConfig,
     shape: CacheShape,
     *,
+    least_pages: int,
     most_pages: int,
     device: DeviceMemory | None,
     temporary_bytes: int,
@@ -93,12 +94,13 @@ def count_pages(
     Args:
         config: the budget (`memory`) or the share of the GPU (`gpu_memory_utilization`).
         shape: what decides the size of a page.
+        least_pages: what a sequence of one token takes.
         most_pages: more than this is never of use; it bounds the default budget of tiny models.
         device: limit and use of a GPU after the weights were loaded; None on CPU.
         temporary_bytes: scratch memory of the largest step program.
 
     Raises:
-        MemoryBudgetError: not even one usable page fits.
+        MemoryBudgetError: fewer than `least_pages` usable pages fit.
     """
     if config.memory is not None:
         budget = config.memory
@@ -111,10 +113,10 @@ def count_pages(
     num_pages = budget // shape.page_bytes
     if config.memory is None:
         num_pages = min(num_pages, most_pages + 1)
-    if num_pages < 2:
+    if num_pages < 1 + least_pages:
         raise MemoryBudgetError(
-            f"the page pool gets {max(budget, 0)} bytes and one page needs {shape.page_bytes}: at least two pages are needed; "
-            f"raise cache.memory or lower cache.page_size ({shape.page_size})"
+            f"the page pool gets {max(budget, 0)} bytes and one page needs {shape.page_bytes}: at least {1 + least_pages} pages are "
+            f"needed; raise cache.memory or lower cache.page_size ({shape.page_size})"
         )
     return int(num_pages)
 

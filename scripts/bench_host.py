@@ -26,6 +26,7 @@ from jaxpaged.batch import BatchLayout
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
 from jaxpaged.engine import Clocks, Engine
 from jaxpaged.intake import Intake
+from jaxpaged.kv_groups import FULL
 from jaxpaged.model_runner import LoadedModel, ModelRunner
 from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
@@ -43,6 +44,7 @@ class InstantRunner:
 
     def __init__(self, limits: StepLimits, *, page_size: int, num_pages: int, vocab: int) -> None:
         self.limits, self.page_size, self.num_pages, self.vocab = limits, page_size, num_pages, vocab
+        self.kv_groups = (FULL,)
         self._num_steps = 0
         max_pages = -(-limits.max_model_len // page_size)
         self._layouts = {
@@ -91,7 +93,13 @@ def tiny_runner(limits: StepLimits, tokenizer: Tokenizer) -> ModelRunner:
     """A model so small that its step is nearly all dispatch."""
     sizes = {"vocab": tokenizer.vocab_size, "embed": 8, "ffw": 8, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8}
     config = llama.Config(
-        **sizes, max_positions=limits.max_model_len, norm_eps=1e-5, rope_theta=1e4, is_tied=True, dtype=np.dtype(np.float32)
+        **sizes,
+        max_positions=limits.max_model_len,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        is_tied=True,
+        dtype=np.dtype(np.float32),
+        windows=(None,),
     )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
     leaves, treedef = jax.tree.flatten(state)

@@ -34,7 +34,9 @@ CONTEXT = 2048
 
 def random_model(dtype: str) -> LoadedModel:
     """SmolLM2-135M's architecture with random weights."""
-    config = llama.Config(**SMOLLM2, max_positions=CONTEXT, norm_eps=1e-5, rope_theta=1e5, is_tied=True, dtype=DTYPES[dtype])
+    config = llama.Config(
+        **SMOLLM2, max_positions=CONTEXT, norm_eps=1e-5, rope_theta=1e5, is_tied=True, dtype=DTYPES[dtype], windows=(None,) * 30
+    )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
     leaves, treedef = jax.tree.flatten(state)
     rng = np.random.default_rng(0)
