@@ -34,7 +34,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     is_gpu = jax.default_backend() == "gpu"
     use_persistent_cache(_compile_cache_folder(config))
     phase("load", f"loading {files.name}")
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template)
+    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
     with open_checkpoint(files) as checkpoint:
         described = describe_model(config.model, checkpoint, is_gpu=is_gpu)
         eos_token_ids = frozenset((*described.eos_token_ids, *tokenizer.eos_token_ids))

@@ -21,6 +21,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "model.max_model_len": ("32k", 32000),
     "model.load_format": ("gguf", "gguf"),
     "model.chat_template": ("{{ messages }}", "{{ messages }}"),
+    "model.template_timeout_s": ("0.5", 0.5),
     "model.generation_config": ("neutral", "neutral"),
     "model.seed": ("7", 7),
     "model.hf_token": ("hf_1", "hf_1"),
