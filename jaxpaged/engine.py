@@ -1,7 +1,6 @@
 """The engine: takes requests, runs steps, gives back outputs. `Engine.step` is the whole of it."""
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import numpy as np
 
 from jaxpaged import events
 from jaxpaged.batch import pack
+from jaxpaged.clocks import REAL_CLOCKS, Clocks
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.model_runner import Runner
@@ -50,16 +50,6 @@ class _StartedStep(NamedTuple):
     pack_s: float
     started_s: float
     run_s: float
-
-
-class Clocks(NamedTuple):
-    """`monotonic` measures, `wall` labels events for people; both in seconds."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-
-
-REAL_CLOCKS = Clocks()
 
 
 class Engine:
