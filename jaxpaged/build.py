@@ -3,15 +3,18 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxpaged import events
+from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError, MemoryBudgetError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake
+from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import ModelFiles
@@ -19,7 +22,7 @@ from jaxpaged.model_loader import describe_model, load_model
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
-from jaxpaged.settings import decide_limits
+from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
 from jaxpaged.tokenizer import Tokenizer
 
@@ -41,6 +44,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         if len(eos_token_ids) > MAX_EOS_IDS:
             raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
         limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
+        _check_pool(config, described.config, limits)
         with _memory_budget():
             model = load_model(checkpoint, described)
     num_programs = len(limits.token_buckets)
@@ -103,6 +107,19 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return engine, intake
+
+
+def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
+    """Refuses a pool that can hold nothing, or a reserve that leaves nothing of it, where its size is known before the weights are there.
+
+    Raises:
+        JaxpagedError: see `count_pages` and `reserve_pages_of`.
+    """
+    if config.cache.memory is None and device_memory(jax.devices()[0]) is not None:
+        return
+    shape = cache_shape(model, config.cache)
+    num_pages = count_pages(config.cache, shape, most_pages=limits.most_pages(config.cache.page_size), device=None, temporary_bytes=0)
+    reserve_pages_of(config.scheduler, num_pages - 1)
 
 
 @contextlib.contextmanager

@@ -236,6 +236,7 @@ class Engine:
                 detokenize_s=detokenize_s,
                 prefix_queries_tokens=step.prefix_queries_tokens,
                 prefix_hits_tokens=step.prefix_hits_tokens,
+                prefill_recompute_tokens=step.prefill_recompute_tokens,
                 decision=step.decision,
             )
         )

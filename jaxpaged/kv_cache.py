@@ -1,6 +1,6 @@
 """The page pool on the device, and how many pages fit in the memory given."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,12 @@ class DeviceMemory(NamedTuple):
 
     limit_bytes: int
     in_use_bytes: int
+
+
+def cache_shape(model: Any, cache: CacheConfig) -> CacheShape:
+    """The shape of a model's pages; `model` is its family's `Config`."""
+    dtype = model.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
+    return CacheShape(model.layers, model.kv_heads, model.head_dim, cache.page_size, dtype)
 
 
 def make_cache(shape: CacheShape, num_pages: int) -> KVCache:

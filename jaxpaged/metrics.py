@@ -56,6 +56,7 @@ class EngineMetrics:
                 self._count("jaxpaged_preemptions_total", event.num_preempted)
                 self._count("jaxpaged_prefix_cache_queries_total", event.prefix_queries_tokens)
                 self._count("jaxpaged_prefix_cache_hits_total", event.prefix_hits_tokens)
+                self._count("jaxpaged_prefill_recompute_tokens_total", event.prefill_recompute_tokens)
                 self._gauges["jaxpaged_num_requests_running"] = event.num_running
                 self._gauges["jaxpaged_num_requests_waiting"] = event.num_waiting
                 self._gauges["jaxpaged_kv_cache_usage_ratio"] = event.num_pages_in_use / event.num_pages_total

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from jaxpaged.batch import BatchLayout, pack, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
 from jaxpaged.host_limits import return_freed_memory
-from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
+from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
 from jaxpaged.sampling import sample
@@ -89,8 +89,7 @@ class ModelRunner:
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
         self._model, self._num_ids = model, num_ids
-        dtype = model.config.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
-        self.cache_shape = CacheShape(model.config.layers, model.config.kv_heads, model.config.head_dim, cache.page_size, dtype)
+        self.cache_shape = cache_shape(model.config, cache)
         device = device_memory(jax.devices()[0])
         self._max_pages = -(-limits.max_model_len // cache.page_size)
         self.num_pages = 2
@@ -102,7 +101,7 @@ class ModelRunner:
         self.num_pages = count_pages(
             cache,
             self.cache_shape,
-            most_pages=2 * limits.max_num_seqs * self._max_pages,
+            most_pages=limits.most_pages(cache.page_size),
             device=device,
             temporary_bytes=scratch,
         )

@@ -23,6 +23,10 @@ class StepLimits(NamedTuple):
         """The smallest bucket that holds `num_tokens`."""
         return next(bucket for bucket in self.token_buckets if bucket >= num_tokens)
 
+    def most_pages(self, page_size: int) -> int:
+        """Pages beyond which a pool is of little use: twice what all sequences of a step take at their longest."""
+        return 2 * self.max_num_seqs * -(-self.max_model_len // page_size)
+
     def rows_of(self, bucket: int) -> int:
         """Rows of sequences in a bucket: no step has more sequences than tokens."""
         return max(MIN_ROWS, min(bucket, self.max_num_seqs))
@@ -45,6 +49,12 @@ def decide_limits(config: Config, *, is_gpu: bool, model_max_len: int) -> StepLi
         )
     max_model_len = wanted if isinstance(wanted, int) else model_max_len
     budget = scheduler.max_num_batched_tokens or (GPU_MAX_NUM_BATCHED_TOKENS if is_gpu else CPU_MAX_NUM_BATCHED_TOKENS)
+    if scheduler.max_num_seqs is not None and scheduler.max_num_seqs > budget:
+        raise ConfigError(
+            f"max_num_seqs {scheduler.max_num_seqs} is over max_num_batched_tokens {budget}, and every sequence of a step takes a token "
+            "at least; lower it, or raise the budget",
+            param="scheduler.max_num_seqs",
+        )
     num_seqs = min(scheduler.max_num_seqs or (GPU_MAX_NUM_SEQS if is_gpu else CPU_MAX_NUM_SEQS), budget)
     buckets = config.compilation.token_buckets or _powers_of_two(budget)
     buckets = tuple(sorted(set(buckets)))
