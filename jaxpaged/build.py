@@ -15,6 +15,8 @@ from jaxpaged.errors import ConfigError, MemoryBudgetError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
+from jaxpaged.kv_groups import PageArithmetic
+from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import ModelFiles
@@ -117,8 +119,15 @@ def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
     """
     if config.cache.memory is None and device_memory(jax.devices()[0]) is not None:
         return
-    shape = cache_shape(model, config.cache)
-    num_pages = count_pages(config.cache, shape, most_pages=limits.most_pages(config.cache.page_size), device=None, temporary_bytes=0)
+    arithmetic = PageArithmetic(lay_out(model.windows).groups, config.cache.page_size)
+    num_pages = count_pages(
+        config.cache,
+        cache_shape(model, config.cache),
+        least_pages=arithmetic.peak_pages(1),
+        most_pages=limits.most_pages(arithmetic),
+        device=None,
+        temporary_bytes=0,
+    )
     reserve_pages_of(config.scheduler, num_pages - 1)
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jaxpaged.config import Config
 from jaxpaged.errors import ConfigError
+from jaxpaged.kv_groups import PageArithmetic
 
 CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS = 32, 512
 GPU_MAX_NUM_SEQS, GPU_MAX_NUM_BATCHED_TOKENS = 256, 2048
@@ -23,9 +24,9 @@ class StepLimits(NamedTuple):
         """The smallest bucket that holds `num_tokens`."""
         return next(bucket for bucket in self.token_buckets if bucket >= num_tokens)
 
-    def most_pages(self, page_size: int) -> int:
+    def most_pages(self, arithmetic: PageArithmetic) -> int:
         """Pages beyond which a pool is of little use: twice what all sequences of a step take at their longest."""
-        return 2 * self.max_num_seqs * -(-self.max_model_len // page_size)
+        return 2 * self.max_num_seqs * arithmetic.peak_pages(self.max_model_len)
 
     def rows_of(self, bucket: int) -> int:
         """Rows of sequences in a bucket: no step has more sequences than tokens."""

@@ -19,6 +19,7 @@ from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConf
 from jaxpaged.engine import Engine
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Intake, Prompt
+from jaxpaged.kv_groups import FULL
 from jaxpaged.model_runner import Runner
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
@@ -91,7 +92,7 @@ class ScriptRunner:
         self.next_id = next_id
         buckets = tuple(bucket for bucket in (2, 4, 8, 16, 32, 64, 128, 256) if bucket < max_num_batched_tokens)
         self.limits = StepLimits(max_model_len, max_num_seqs, max_num_batched_tokens, (*buckets, max(2, max_num_batched_tokens)))
-        self.page_size, self.num_pages, self.vocab = page_size, num_pages, vocab
+        self.page_size, self.num_pages, self.vocab, self.kv_groups = page_size, num_pages, vocab, (FULL,)
         self.ids = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.positions = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.histories: list[list[History]] = []
@@ -109,7 +110,7 @@ class ScriptRunner:
         step = read_blob(blob, layout)
         ends, num_tokens = step["cu_q_lens"], int(step["cu_q_lens"][-1])
         assert num_tokens <= layout.num_tokens
-        places = list(zip(step["write_pages"].tolist(), step["write_offsets"].tolist(), strict=True))
+        places = list(zip(step["write_pages"][0].tolist(), step["write_offsets"].tolist(), strict=True))
         assert all(0 < page < self.num_pages for page, _ in places[:num_tokens]), "a live token goes to page 0 or beyond the pool"
         assert all(page >= self.num_pages for page, _ in places[num_tokens:]), "padding goes into the pool"
         assert len(set(places)) == len(places), "two tokens go to one place"
@@ -125,7 +126,7 @@ class ScriptRunner:
                 assert ends[row] == ends[row + 1], "a row without history has tokens"
                 continue
             assert ends[row] < ends[row + 1] == step["sample_tokens"][row] + 1, "a row does not sample its last token"
-            pages = step["page_tables"][row, : -(-length // self.page_size)]
+            pages = step["page_tables"][0, row, : -(-length // self.page_size)]
             positions = self.positions[pages].reshape(-1)[:length]
             assert positions.tolist() == list(range(length)), f"row {row} reads pages that are not its own: {positions.tolist()}"
             histories.append(tuple(self.ids[pages].reshape(-1)[:length].tolist()))
@@ -158,6 +159,7 @@ class FailingRunner:
     ) -> None:
         self.inner, self.before, self.without_id = inner, before, without_id
         self.limits, self.page_size, self.num_pages, self.vocab = inner.limits, inner.page_size, inner.num_pages, inner.vocab
+        self.kv_groups = inner.kv_groups
         self.num_steps = 0
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
@@ -191,7 +193,7 @@ class NarrowRunner:
     def __init__(self, inner: Runner, *, num_pages: int | None = None, after: Callable[[], None] = lambda: None, **limits: int) -> None:
         assert all(value <= getattr(inner.limits, name) for name, value in limits.items())
         self.inner, self.after, self.limits = inner, after, inner.limits._replace(**limits)
-        self.page_size, self.vocab = inner.page_size, inner.vocab
+        self.page_size, self.vocab, self.kv_groups = inner.page_size, inner.vocab, inner.kv_groups
         self.num_pages = inner.num_pages if num_pages is None else num_pages
         assert self.num_pages <= inner.num_pages
 

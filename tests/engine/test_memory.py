@@ -29,7 +29,9 @@ MANY = 10**9
 
 
 def pages(cache: CacheConfig | None = None, **options: Any) -> int:
-    return count_pages(cache or CacheConfig(), SMOLLM2, **{"most_pages": MANY, "device": None, "temporary_bytes": 0, **options})
+    return count_pages(
+        cache or CacheConfig(), SMOLLM2, **{"least_pages": 1, "most_pages": MANY, "device": None, "temporary_bytes": 0, **options}
+    )
 
 
 def test_bytes_of_a_page() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from jaxpaged.config import CompilationConfig, Config, ModelConfig, SchedulerConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.kv_groups import FULL, PageArithmetic
 from jaxpaged.settings import decide_limits
 
 
@@ -68,7 +69,7 @@ def test_more_sequences_than_tokens_of_a_step_are_refused(is_gpu: bool, num_seqs
 
 def test_pages_that_a_pool_can_use() -> None:
     limits = decide_limits(config(max_num_seqs=3, max_model_len=33), is_gpu=False, model_max_len=100)
-    assert [limits.most_pages(page_size) for page_size in (1, 16, 33, 64)] == [6 * 33, 6 * 3, 6, 6]
+    assert [limits.most_pages(PageArithmetic([FULL], page_size)) for page_size in (1, 16, 33, 64)] == [6 * 33, 6 * 3, 6, 6]
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 8192), ("auto", 8192), (2, 2), (100, 100), (8192, 8192)])
