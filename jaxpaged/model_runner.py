@@ -13,7 +13,7 @@ from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
 from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
-from jaxpaged.kv_groups import PageArithmetic
+from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
