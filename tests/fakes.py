@@ -313,7 +313,7 @@ class Bench:
         scheduler = self.engine.scheduler
         victim = scheduler._running.victim()
         if victim is not None:
-            scheduler._preempt(victim, StepDraft())
+            scheduler._rows.preempt(victim, StepDraft())
         self.engine.scheduler.check()
 
     def run(self) -> None:

@@ -251,7 +251,7 @@ def test_what_a_failing_step_had_ready_is_delivered(script_tokenizer: Tokenizer)
         def close(self) -> None:
             pass
 
-    one.engine._sink = Broken()
+    one.engine._emit.sink = Broken()
     with pytest.raises(EngineDeadError, match="the sink broke its promise"):
         one.step()
     assert one.last[ends].outputs[0].finish_reason is FinishReason.LENGTH
