@@ -23,6 +23,7 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
 NUM_TOKENIZER_THREADS = 2
@@ -121,9 +122,6 @@ class AsyncLLM:
         self._own_sinks = open_own_sinks(self.config, is_quiet=False) if sinks is None else []
         self._metrics = EngineMetrics()
         try:
-            # JAX is imported here, after the limits of the process are set.
-            from jaxpaged.start import start_engine
-
             self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
         except BaseException:
             self._close_sinks()

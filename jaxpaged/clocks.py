@@ -1,4 +1,4 @@
-"""Where the engine's times come from."""
+"""Where times come from."""
 
 import time
 from collections.abc import Callable

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.batch import MAX_BANNED_IDS
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
-from jaxpaged.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jaxpaged.request import Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -18,7 +17,6 @@ type Prompt = str | Sequence[int] | Mapping[str, Any]
 type Messages = Sequence[Mapping[str, Any]]
 
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-MAX_EOS_IDS = MAX_BANNED_IDS - MAX_STOP_TOKEN_IDS
 MAX_REQUEST_ID_CHARS = 1024
 
 

@@ -19,6 +19,7 @@ from jaxpaged.intake import Messages, Prompt
 from jaxpaged.interrupts import Interrupt, held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
 
@@ -52,9 +53,6 @@ class LLM:
         self._mail: dict[str, list[RequestOutput]] = {}
         self._left: deque[str] = deque()  # requests of streams that were closed
         try:
-            # JAX is imported here, after the limits of the process are set.
-            from jaxpaged.start import start_engine
-
             self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
         except BaseException:
             self._close_sinks()

@@ -19,18 +19,23 @@ MAY_IMPORT = {"jaxpaged": {"jaxpaged", "pallas_kernels"}, "pallas_kernels": {"pa
 
 HOST_MODULES = (
     "jaxpaged",
+    "jaxpaged.async_llm",
     "jaxpaged.chat_template",
     "jaxpaged.cli",
+    "jaxpaged.clocks",
     "jaxpaged.config",
     "jaxpaged.detokenizer",
     "jaxpaged.errors",
     "jaxpaged.events",
+    "jaxpaged.intake",
+    "jaxpaged.llm",
     "jaxpaged.loading.sources",
     "jaxpaged.options",
     "jaxpaged.page_manager",
     "jaxpaged.request",
     "jaxpaged.scheduler",
     "jaxpaged.sinks",
+    "jaxpaged.start",
     "jaxpaged.tokenizer",
 )
 """Plain Python: their tests run in seconds."""
