@@ -1,23 +1,21 @@
 """The Python API for programs that wait: `LLM.generate` is a loop over `Engine.step`, nothing else."""
 
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, settle_config
 from jaxpaged.config import Config
-from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
+from jaxpaged.engine_turns import EngineTurns
+from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
-from jaxpaged.interrupts import Interrupt, held_interrupts
+from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.progress_bar import progress_bar
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
@@ -44,19 +42,16 @@ class LLM:
     ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
-        self._lock = threading.Lock()
         self._own_sinks: list[Sink] = []
         if sinks is None:
             self._own_sinks = open_own_sinks(self.config, is_quiet=config is None)
         self._metrics = EngineMetrics()
-        # A step serves every open request, not only those of the call that makes it: the others' outputs wait here.
-        self._mail: dict[str, list[RequestOutput]] = {}
-        self._left: deque[str] = deque()  # requests of streams that were closed
         try:
             self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
         except BaseException:
             self._close_sinks()
             raise
+        self._turns = EngineTurns(self._engine)
 
     @property
     def engine(self) -> Any:
@@ -89,7 +84,7 @@ class LLM:
             raise InvalidRequestError(f"on_error is 'raise' or 'return', got {on_error!r:.40}", param="on_error")
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
-        with self._turn() as interrupt:
+        with self._turns.turn() as interrupt:
             requests, outputs = self._admit(several, params, on_error, interrupt)
             self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
@@ -129,21 +124,19 @@ class LLM:
         request = self._intake.request(prompt, params, arrival_s=time.monotonic())
         mail: list[RequestOutput] = []
         try:
-            with self._turn():
+            with self._turns.turn():
                 self._engine.add(request)
-                self._mail[request.request_id] = mail
+                self._turns.mail[request.request_id] = mail
             while True:
-                with self._turn():
+                with self._turns.turn():
                     if not mail:
-                        self._step()
+                        self._turns.step()
                     outputs, mail[:] = list(mail), []
                 yield from outputs
                 if any(output.finished for output in outputs):
                     return
         finally:
-            # The garbage collector may come here on a thread that is in the middle of a step.
-            self._left.append(request.request_id)
-            self._abort_left()
+            self._turns.leave(request.request_id)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -159,12 +152,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages that nobody uses."""
-        with self._turn():
+        with self._turns.turn():
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Gives weights and page pool back; a second call does nothing."""
-        with self._turn():
+        with self._turns.turn():
             self._engine.close()
             self._close_sinks()
 
@@ -173,30 +166,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @contextmanager
-    def _turn(self) -> Iterator[Interrupt]:
-        """The engine to oneself; Ctrl-C waits for the end of the block."""
-        try:
-            with self._lock, held_interrupts() as interrupt:
-                yield interrupt
-        finally:
-            self._abort_left()  # those that left meanwhile
-
-    def _abort_left(self) -> None:
-        """Aborts the requests of closed streams, or leaves that to whoever has the engine: between two steps, or at the end of the turn."""
-        while self._left and self._lock.acquire(blocking=False):
-            try:
-                with held_interrupts():
-                    self._abort_those_left()
-            finally:
-                self._lock.release()
-
-    def _abort_those_left(self) -> None:
-        while self._left:
-            request_id = self._left.popleft()
-            self._mail.pop(request_id, None)
-            self._engine.abort(request_id)
 
     def _admit(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str, interrupt: Interrupt
@@ -232,68 +201,29 @@ class LLM:
         return {request.request_id: index for index, request in checked}, outputs
 
     def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
-        bar = _progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
+        bar = progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
         waiting = dict(requests)
         num_tokens, begun = 0, time.monotonic()
         mail: list[RequestOutput] = []
-        self._mail |= dict.fromkeys(requests, mail)
+        self._turns.mail |= dict.fromkeys(requests, mail)
         try:
             while waiting:
                 interrupt.check()
-                self._step()
+                self._turns.step()
                 for output in mail:
                     outputs[waiting.pop(output.request_id)] = output
-                    num_tokens += len(output.outputs[0].token_ids)
+                    num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                 if mail and bar is not None:
                     bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
                 mail.clear()
         finally:
             for request_id in requests:
-                del self._mail[request_id]
+                del self._turns.mail[request_id]
             for request_id in waiting:
                 self._engine.abort(request_id)
             if bar is not None:
                 bar(None, 0.0)
 
-    def _step(self) -> None:
-        self._abort_those_left()
-        try:
-            outputs = self._engine.step()
-        except EngineDeadError:
-            self._engine.drain_failed()
-            raise
-        for output in outputs:
-            if (mail := self._mail.get(output.request_id)) is not None:
-                mail.append(output)
-
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:
             sink.close()
-
-
-def _progress_bar(total: int) -> Any:
-    """A function (done or None to finish, tokens per second) that draws on a terminal; None without one."""
-    if not sys.stderr.isatty():
-        return None
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.1f} tokens/s"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    task = progress.add_task("generate", total=total, rate=0.0)
-    progress.start()
-
-    def draw(done: int | None, rate: float) -> None:
-        if done is None:
-            progress.stop()
-        else:
-            progress.update(task, completed=done, rate=rate)
-
-    return draw

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jaxpaged.clocks import Clocks
 from jaxpaged.engine_events import EngineEvents
-from jaxpaged.errors import InvalidRequestError, JaxpagedError
+from jaxpaged.errors import InvalidRequestError
 from jaxpaged.output import Answer, OpenRequest
 from jaxpaged.request import FinishReason, Request, RequestOutput, RequestOutputKind
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep

@@ -143,7 +143,7 @@ def async_llm(shared_async_llm: AsyncLLM, async_log: EventLog) -> Iterator[Async
     while not is_idle(shared_async_llm) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert is_idle(shared_async_llm)
-    assert shared_async_llm._mailboxes == {}
+    assert shared_async_llm._thread.mailboxes == {}
     shared_async_llm._engine.scheduler.check()
     check_ends(async_log)
 
@@ -155,8 +155,8 @@ def mortal(tiny_folder: Path, programs: Path, async_log: EventLog) -> Iterator[A
     llm = AsyncLLM(config=tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[async_log])
     yield llm
     llm.close()
-    assert not llm._thread.is_alive()
-    assert llm._mailboxes == {}
+    assert not llm._thread.is_alive
+    assert llm._thread.mailboxes == {}
     assert is_idle(llm)
     check_ends(async_log)
 

@@ -73,7 +73,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_aborted_after_it(llm: LLM
     finally:
         gc.enable()
     assert llm.engine.num_unfinished == 0
-    assert llm._mail == {}
+    assert llm._turns.mail == {}
 
 
 def test_a_queue_that_is_full_refuses_the_whole_call(llm: LLM) -> None:
@@ -119,7 +119,7 @@ def test_who_waits_is_told_even_if_the_books_of_a_dead_engine_are_wrong(
                 assert [type(result) for result in results] == [EngineDeadError] * 3
 
             run(work)
-        assert llm._thread.is_alive()
+        assert llm._thread.is_alive
     assert len(log.of(events.EngineStopped)) == 1
 
 

@@ -42,7 +42,7 @@ def calm(llm: LLM, log: EventLog) -> Iterator[LLM]:
     assert engine.num_unfinished == 0
     engine.scheduler.check()
     assert engine.pages.num_in_use == 0
-    assert llm._mail == {}
+    assert llm._turns.mail == {}
     finished = [event.request_id for event in log.of(events.RequestFinished)]
     assert sorted(finished) == sorted(event.request_id for event in log.of(events.RequestQueued))
 
