@@ -110,6 +110,7 @@ class EngineEvents:
                 e2e_s=metrics.finished_s - metrics.arrival_s,
                 queue_s=(metrics.finished_s if metrics.first_scheduled_s is None else metrics.first_scheduled_s) - metrics.arrival_s,
                 message=opened.error,
+                num_samples=len(opened.answers),
             )
         )
 

@@ -98,7 +98,10 @@ class RequestPreempted(_Event):
 
 
 class RequestFinished(_Event):
-    """A request ended: stop, length, abort or error; exactly one per queued request."""
+    """A request ended: stop, length, abort or error; exactly one per queued request.
+
+    With several samples: the least happy end among them, the prompt counted once, and the sum of their tokens and pages.
+    """
 
     request_id: str
     reason: str
@@ -111,6 +114,7 @@ class RequestFinished(_Event):
     e2e_s: float
     queue_s: float
     message: str | None = None
+    num_samples: int = 1
 
 
 class StepFinished(_Event):

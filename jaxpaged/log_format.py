@@ -246,7 +246,8 @@ def _plain_text(event: Event) -> tuple[Level, str]:
 
 
 def _finished_text(event: events.RequestFinished) -> str:
-    parts = [f"{event.num_output_tokens} tokens"]
+    parts = [f"{event.num_samples} answers"] if event.num_samples > 1 else []
+    parts.append(f"{event.num_output_tokens} tokens")
     if event.ttft_s is not None:
         parts.append(f"first token after {event.ttft_s:.3f} s")
         parts.append(f"{decode_rate(event.num_output_tokens, event.ttft_s, event.e2e_s):.1f} tokens/s")

@@ -11,7 +11,7 @@ from jaxpaged.clocks import Clocks
 from jaxpaged.engine_events import EngineEvents
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.output import Answer, OpenRequest
-from jaxpaged.request import FinishReason, Request, RequestOutput, RequestOutputKind
+from jaxpaged.request import FinishReason, Request, RequestOutput, RequestOutputKind, samples_of
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.sequence import Sequence
@@ -43,12 +43,16 @@ class OpenRequests:
         return list(self._by_id)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises as `Scheduler.add` does."""
-        sequence = Sequence(request)
-        if request.request_id in self._by_id:
-            raise InvalidRequestError(f"The request id {request.request_id!r} is already in use", param="request_id")
-        opened = OpenRequest(request, [sequence], self._tokenizer)
-        self._scheduler.add(sequence)
+        """Queues a request: all its samples or none. Raises as `Scheduler.add` does, and for an id that is in use."""
+        n = request.params.n
+        samples = [Sequence(request)] if n == 1 else [Sequence(sample) for sample in samples_of(request, n)]
+        for name in (request.request_id, *(sample.request_id for sample in samples)):
+            if name in self._by_id or name in self._by_sequence:
+                raise InvalidRequestError(f"The request id {name!r} is already in use", param="request_id")
+        opened = OpenRequest(request, samples, self._tokenizer)
+        self._scheduler.add(samples[0])
+        for sample in samples[1:]:
+            self._scheduler.add_sample(sample)
         self._by_id[request.request_id] = opened
         for answer in opened.answers:
             self._by_sequence[answer.sequence.request_id] = (opened, answer)

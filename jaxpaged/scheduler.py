@@ -140,18 +140,15 @@ class Scheduler:
             InvalidRequestError: the request id is in use, or the prompt can never run (see `check_fits`).
             QueueFullError: too much waits already.
         """
-        self.check_fits(sequence.num_prompt_tokens)
-        if sequence.request_id in self._unfinished:
-            raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
+        self._check_new(sequence)
         num_waiting_tokens = self._queue.num_prompt_tokens + self._samples.num_prompt_tokens
         self._limits.check_queue(sequence.num_prompt_tokens, self.num_waiting, num_waiting_tokens)
-        sequence.max_total_tokens = self._limits.max_total_tokens(sequence)
-        sequence.tables = self._pages.empty_tables()
-        self._unfinished[sequence.request_id] = sequence
-        self._queue.place(sequence, self._clock())
-        self._deadlines.add(sequence)
-        if not self._samples.holds(sequence):
-            self._queue.add(sequence)
+        self._enqueue(sequence, has_queue_limit=True)
+
+    def add_sample(self, sequence: Sequence) -> None:
+        """As `add`, for a further sample of a request whose first one was added just now: the limits of the queue were asked then."""
+        self._check_new(sequence)
+        self._enqueue(sequence, has_queue_limit=False)
 
     def schedule(self) -> ScheduledStep | None:
         """Chooses the next step and allocates its pages, as if all earlier steps had run.
@@ -213,7 +210,9 @@ class Scheduler:
             end = row.start + row.num_tokens
             if sequence.status is running:
                 sequence.num_confirmed_tokens = end
-                if row.start // page_size != end // page_size:
+                if row.start // page_size != end // page_size or (
+                    sequence.request.sample_group is not None and self._samples.is_waited_for(sequence)
+                ):
                     full.append(sequence)
             if row.samples:
                 sequence.num_pending_ids -= 1
@@ -301,6 +300,20 @@ class Scheduler:
         assert sorted(self._unfinished) == sorted(sequence.request_id for sequence in self.sequences), "a sequence is lost"
         if not self._in_flight:
             assert not any(sequence.num_pending_ids for sequence in self.sequences), "an id is pending and no step is in flight"
+
+    def _check_new(self, sequence: Sequence) -> None:
+        self.check_fits(sequence.num_prompt_tokens)
+        if sequence.request_id in self._unfinished:
+            raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
+
+    def _enqueue(self, sequence: Sequence, *, has_queue_limit: bool) -> None:
+        sequence.max_total_tokens = self._limits.max_total_tokens(sequence)
+        sequence.tables = self._pages.empty_tables()
+        self._unfinished[sequence.request_id] = sequence
+        self._queue.place(sequence, self._clock())
+        self._deadlines.add(sequence, has_queue_limit=has_queue_limit)
+        if not self._samples.holds(sequence):
+            self._queue.add(sequence)
 
     def _prompt_budget(self, partial: list[Sequence], num_ones: int) -> int:
         if not self._budget.has_target:

@@ -22,6 +22,7 @@ from jaxpaged.intake import Intake, Prompt
 from jaxpaged.model_runner import Runner
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
+from jaxpaged.scheduler import DEFAULT_POLICY
 from jaxpaged.settings import StepLimits
 from jaxpaged.start import Started, start_engine
 from jaxpaged.step_draft import StepDraft
@@ -240,6 +241,7 @@ class Bench:
         tokenizer: the model's.
         eos_token_ids: end tokens of the model.
         enable_prefix_caching: as for `Engine`.
+        policy: as for `Engine`.
         max_in_flight: as for `Engine`; None: `default_in_flight`, which the fixture `in_flight` sets.
         canary: what the canary answered when the device was new; None asks it now.
         canary_prompt: what the canary asks.
@@ -255,6 +257,7 @@ class Bench:
         *,
         eos_token_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
+        policy: SchedulerConfig = DEFAULT_POLICY,
         max_in_flight: int | None = None,
         canary: Canary | None = None,
         canary_prompt: Prompt = (5, 6, 7, 8),
@@ -267,6 +270,7 @@ class Bench:
             tokenizer,
             enable_prefix_caching=enable_prefix_caching,
             max_in_flight=max_in_flight or self.default_in_flight,
+            policy=policy,
             sink=self.events,
         )
         self.intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(eos_token_ids), vocab=runner.vocab, seed=0)
@@ -360,11 +364,13 @@ class Bench:
         """Received = rejected + queued; queued = finished + in flight, each exactly once; and somebody was told of each end."""
         queued = [event.request_id for event in self.events.of(events.RequestQueued)]
         finished = [event.request_id for event in self.events.of(events.RequestFinished)]
-        in_flight = [sequence.request_id for sequence in self.engine.scheduler.sequences]
+        in_flight = self.engine._requests.ids
         assert len(self.events.of(events.RequestReceived)) == len(self.events.of(events.RequestRejected)) + len(queued)
         assert sorted(queued) == sorted(finished + in_flight)
-        reasons = {event.request_id: event.reason for event in self.events.of(events.RequestFinished)}
-        assert reasons == {request_id: str(output.outputs[0].finish_reason) for request_id, output in self.last.items()}
+        for event in self.events.of(events.RequestFinished):
+            told = {str(answer.finish_reason) for output in self.outputs[event.request_id] for answer in output.outputs}
+            assert event.reason == next(reason for reason in ("error", "abort", "length", "stop") if reason in told)
+        assert sorted(self.last) == sorted(finished)
 
     def _take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
