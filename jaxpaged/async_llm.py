@@ -55,10 +55,12 @@ class AsyncLLM:
         self._close_lock = threading.Lock()
         self._tokenizer_pool = concurrent.futures.ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "jaxpaged-tokenizer")
 
-    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None) -> Generation:
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+    ) -> Generation:
         """Completes a prompt: `await` gives the last output, `async for` all of them as `output_kind` says.
 
-        Cancelling the task, or closing the iteration, aborts the request.
+        Cancelling the task, or closing the iteration, aborts the request. Of two requests the one of the lower `priority` goes first.
 
         Raises:
             InvalidRequestError: a bad prompt or parameter, when awaited.
@@ -67,15 +69,15 @@ class AsyncLLM:
 
         def start(is_awaited: bool) -> AsyncIterator[RequestOutput]:
             kind = RequestOutputKind.FINAL_ONLY if is_awaited else None
-            return self._outputs(prompt, sampling_params, request_id, kind)
+            return self._outputs(prompt, sampling_params, request_id, priority, kind)
 
         return Generation(start)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
-        return self._outputs(prompt, sampling_params, request_id, RequestOutputKind.DELTA)
+        return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
 
     async def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
@@ -133,7 +135,7 @@ class AsyncLLM:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     async def _outputs(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, kind: RequestOutputKind | None
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
         arrival_s = time.monotonic()
         self.check_health()
@@ -141,7 +143,7 @@ class AsyncLLM:
         if kind is not None and isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=kind)
         loop = asyncio.get_running_loop()
-        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id)
+        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
         try:
             making = loop.run_in_executor(self._tokenizer_pool, make)
         except RuntimeError:  # another thread has closed the engine since the check

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, settle_config
+from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
 from jaxpaged.config import Config
 from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
@@ -64,14 +64,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
         """Completes prompts and returns their outputs in the same order.
 
         Args:
-            prompts: one or many: texts, lists of token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
+            prompts: one or many: texts, lists of token ids, {"prompt": ...} or {"prompt_token_ids": ...}. With a "cache_salt" beside
+                it, an object shares cached pages only with those of the same salt.
             sampling_params: one for all or one each; None takes the model's defaults.
             use_tqdm: show a progress bar on a terminal.
+            priority: one for all or one each; lower goes first, None is 0.
             on_error: "raise" refuses the whole call when a prompt is bad, before any work; "return" gives an output with
                 `finish_reason` error for it and completes the others.
 
@@ -84,8 +87,9 @@ class LLM:
             raise InvalidRequestError(f"on_error is 'raise' or 'return', got {on_error!r:.40}", param="on_error")
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
+        priorities = priority_each(priority, len(several))
         with self._turns.turn() as interrupt:
-            requests, outputs = self._admit(several, params, on_error, interrupt)
+            requests, outputs = self._admit(several, params, priorities, on_error, interrupt)
             self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
 
@@ -95,6 +99,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
@@ -112,16 +117,16 @@ class LLM:
         ]
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self._intake.default_params, max_tokens=None)
-        return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm)
+        return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm, priority=priority)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[RequestOutput]:
         """Yields what is new as it comes; closing the generator aborts the request.
 
         Raises:
             InvalidRequestError: a bad prompt or parameter, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
-        request = self._intake.request(prompt, params, arrival_s=time.monotonic())
+        request = self._intake.request(prompt, params, arrival_s=time.monotonic(), priority=priority)
         mail: list[RequestOutput] = []
         try:
             with self._turns.turn():
@@ -168,17 +173,22 @@ class LLM:
         self.close()
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str, interrupt: Interrupt
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int],
+        on_error: str,
+        interrupt: Interrupt,
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             interrupt.check()
             try:
                 own = own or self._intake.default_params
-                request = self._intake.request(prompt, own, arrival_s=now)
+                request = self._intake.request(prompt, own, arrival_s=now, priority=priority)
                 # Outputs before the last are not looked at, so they are not made.
                 final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
                 request = msgspec.structs.replace(request, params=final)
