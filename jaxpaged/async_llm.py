@@ -13,6 +13,7 @@ import msgspec
 from jaxpaged.api import open_own_sinks, settle_config
 from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient, Generation
+from jaxpaged.engine_control import PauseMode, check_level
 from jaxpaged.engine_thread import EngineThread
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.events import Sink
@@ -96,6 +97,63 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine no longer serves."""
         self._thread.check_health()
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forgets all cached pages; `reset_running_requests`: those that run give theirs back and are computed again. True: done."""
+        await self._thread.call(lambda engine: engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests))
+        return True
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Computes nothing until `resume`; requests that come meanwhile wait. Returns when the engine stands still.
+
+        Args:
+            mode: what becomes of the requests that are there: "abort" ends them all; "wait" computes those that run to their ends;
+                "keep" stops them where they are, to go on after `resume`.
+            clear_cache: forget all cached pages; requests that were kept are computed again.
+
+        Raises:
+            InvalidRequestError: an unknown mode.
+        """
+        await self._thread.pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
+        await self._thread.call(lambda engine: engine.control.resume())
+
+    async def is_paused(self) -> bool:
+        """Whether requests wait for `resume` or `wake_up`."""
+        return await self._thread.call(lambda engine: engine.control.is_paused)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, and gives memory back until `wake_up`; requests that come meanwhile wait.
+
+        Args:
+            level: 0 only pauses; 1 moves the weights to host memory and drops the page pool; 2 drops both, and the weights are
+                read from their files again.
+            mode: as for `pause`.
+
+        Raises:
+            InvalidRequestError: an unknown level or mode.
+            EnginePausedError: somebody resumed before the engine had come to rest.
+        """
+        check_level(level)
+        await self._thread.pause(mode, clear_cache=level > 0, level=level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
+
+        Raises:
+            InvalidRequestError: an unknown tag.
+            MemoryBudgetError: there is no room now; the engine sleeps on.
+        """
+        await self._thread.call(lambda engine: engine.control.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` was called and `wake_up` has not ended it."""
+        return await self._thread.call(lambda engine: engine.control.is_sleeping)
+
+    pause_generation, resume_generation = pause, resume
+    """vLLM's names."""
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -10,6 +10,7 @@ from jaxpaged import events
 from jaxpaged.batch import pack
 from jaxpaged.clocks import REAL_CLOCKS, Clocks, Timer
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.engine_control import EngineControl
 from jaxpaged.engine_events import EngineEvents, StepTimes
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.model_runner import Runner
@@ -51,6 +52,9 @@ class Engine:
         policy: priorities, targets and limits of the queue.
         sink: takes every event; whoever made it closes it.
         clocks: where times come from.
+
+    Attributes:
+        control: what operators may ask: pause, sleep, reset of the prefix cache.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Engine:
         self._last_done_s = 0.0
         self._fatal: str | None = None
         self._is_closed = False
+        self.control = EngineControl(self, self._emit)
 
     @property
     def has_work(self) -> bool:
@@ -90,9 +95,36 @@ class Engine:
         return bool(len(self._requests) or self._in_flight)
 
     @property
+    def has_step(self) -> bool:
+        """Whether `step` has something to do now. A paused engine waits for `resume`, or until `next_deadline_s`."""
+        scheduler = self.scheduler
+        if self._in_flight:
+            return True
+        if not len(self._requests):
+            return False
+        if not (scheduler.is_paused or (scheduler.is_draining and scheduler.num_running == 0)):
+            return True
+        return self.next_deadline_s is not None and self.next_deadline_s <= self.clocks.monotonic()
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When, by the monotonic clock, a request may next reach a time limit."""
+        return self.scheduler.next_deadline_s
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        """Their ids."""
+        return self._requests.ids
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps on the device."""
+        return len(self._in_flight)
 
     @property
     def is_dead(self) -> bool:
@@ -109,7 +141,7 @@ class Engine:
         """
         self._emit.received(request.request_id, len(request.prompt_token_ids))
         try:
-            self._check_alive()
+            self.check_alive()
             self._requests.add(request)
         except JaxpagedError as error:
             self._emit.rejected(request.request_id, error)
@@ -117,7 +149,15 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request wherever it is and frees its pages; None when it is not (or no longer) there."""
-        return self._requests.abort(request_id)
+        output = self._requests.abort(request_id)
+        if output is not None:
+            self._emit.load_changed(self.scheduler, self.pages)
+        return output
+
+    def reject(self, request_id: str, error: JaxpagedError, *, num_prompt_tokens: int = 0) -> None:
+        """Notes that a request was turned away before it came here."""
+        self._emit.received(request_id, num_prompt_tokens)
+        self._emit.rejected(request_id, error)
 
     def step(self) -> list[RequestOutput]:
         """One step of every request that fits.
@@ -128,7 +168,7 @@ class Engine:
         Raises:
             EngineDeadError: something failed that nothing can go on after; `drain_failed` ends every unfinished request.
         """
-        self._check_alive()
+        self.check_alive()
         try:
             self._step()
         except Exception as error:  # not the device's alone: after a bug of ours, too, nobody may wait for ever
@@ -138,7 +178,8 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule, pack, run; then, of the oldest step if enough are running: update, detokenize, emit."""
-        self._requests.expire()
+        if self._requests.expire() and not self._in_flight:
+            self._emit.load_changed(self.scheduler, self.pages)
         started = self._start_step()
         if started is not None:
             self._in_flight.append(started)
@@ -202,8 +243,8 @@ class Engine:
         return self._requests.end_all(self._fatal or "the engine stopped")
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached pages that nobody uses."""
-        self.pages.reset_prefix_cache()
+        """Forgets all cached pages; see `EngineControl.reset_prefix_cache`."""
+        self.control.reset_prefix_cache()
 
     def close(self) -> None:
         """Aborts what is unfinished and gives the device's memory back; a second call does nothing."""
@@ -211,7 +252,7 @@ class Engine:
             return
         self._is_closed = True
         try:
-            for request_id in self._requests.ids:
+            for request_id in self.unfinished_ids:
                 self.abort(request_id)
         finally:  # whatever is wrong with the books of a dead engine, its memory comes back
             for started in self._in_flight:
@@ -221,7 +262,8 @@ class Engine:
             self.runner.close()
             self._emit.stopped(self._fatal or "")
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises EngineDeadError when it has failed or was closed."""
         if self._fatal is not None:
             raise EngineDeadError(f"the engine stopped: {self._fatal}")
         if self._is_closed:

@@ -38,6 +38,7 @@ class EngineEvents:
     def __init__(self, sink: events.Sink, clocks: Clocks) -> None:
         self.sink, self._clocks = sink, clocks
         self._num_steps = 0
+        self._health = "ready"
 
     def received(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request is at the door."""
@@ -142,8 +143,24 @@ class EngineEvents:
             )
         )
 
+    def load_changed(self, scheduler: Scheduler, pages: PageManager) -> None:
+        """Requests or pages came or went apart from a step."""
+        self._emit(
+            events.LoadChanged(
+                time_s=self._clocks.wall(),
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_pages_total=pages.num_usable,
+                num_pages_in_use=pages.num_in_use,
+                num_pages_cached=pages.num_cached_idle,
+            )
+        )
+
     def health(self, state: str, message: str = "") -> None:
-        """The engine's health moved."""
+        """The engine's health moved; said once for each move."""
+        if state == self._health:
+            return
+        self._health = state
         self._emit(events.HealthChanged(time_s=self._clocks.wall(), state=state, message=message))
 
     def stopped(self, message: str) -> None:

@@ -5,12 +5,14 @@ one request, and the thread fills it through the task's loop.
 """
 
 import asyncio
+import concurrent.futures
 import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.request import Request, RequestOutput
@@ -88,6 +90,43 @@ class EngineThread:
 
         self._commands.put(command)
 
+    async def call[T](self, work: Callable[["Engine"], T]) -> T:
+        """Has the thread do something with the engine, between two steps. Raises what it raises; EngineDeadError when closed."""
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(work(self._engine))
+            except JaxpagedError as error:
+                done.set_exception(error)
+            except Exception as error:
+                done.set_exception(EngineDeadError(str(error)))
+                raise
+
+        self._commands.put(command)
+        if self.is_closing:  # the thread may have passed its last look at the commands
+            raise EngineDeadError("the engine is closed")
+        return await asyncio.wrap_future(done)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, level: int | None = None) -> None:
+        """See `EngineControl.pause`, and with a level `EngineControl.sleep`."""
+
+        def begin(engine: "Engine") -> None:
+            self._deliver(engine.control.begin_pause(mode))
+
+        def finish(engine: "Engine") -> None:
+            engine.control.finish_pause(clear_cache=clear_cache)
+            if level is not None:
+                engine.control.fall_asleep(level)
+
+        await self.call(begin)
+        # Each look waits for the step that is being made.
+        while not await self.call(_is_settled):
+            pass
+        await self.call(finish)
+
     def close(self) -> None:
         """Aborts what is unfinished and stops; returns when the engine is closed."""
         self.is_closing = True
@@ -97,8 +136,9 @@ class EngineThread:
     def _run(self) -> None:
         engine = self._engine
         while not self.is_closing and self._death is None:
-            self._obey(is_idle=not engine.has_work)
-            if not engine.has_work or self.is_closing or self._death is not None:
+            self._obey(is_idle=not engine.has_step)
+            self._abort_for_closed_loops()
+            if not engine.has_step or self.is_closing or self._death is not None:
                 continue
             try:
                 self._deliver(engine.step())
@@ -115,16 +155,31 @@ class EngineThread:
         self._obey(is_idle=False)
 
     def _obey(self, *, is_idle: bool) -> None:
-        """Runs the commands that are there; an idle engine waits for one."""
+        """Runs the commands that are there; an idle engine waits for one, or until a paused request reaches a time limit."""
         try:
             if is_idle:
-                self._commands.get()()
+                self._commands.get(timeout=self._patience_s())()
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
             return
         except Exception as error:  # a bug of ours: nobody may wait for ever
             self._die(error)
+
+    def _patience_s(self) -> float | None:
+        """Seconds until `step` must be called although nothing is computed."""
+        engine = self._engine
+        if engine.next_deadline_s is None or self._death is not None:
+            return None
+        return max(0.0, engine.next_deadline_s - engine.clocks.monotonic())
+
+    def _abort_for_closed_loops(self) -> None:
+        """A loop that was closed without ending its tasks has nobody left who reads, nor anybody to say so."""
+        if any(loop.is_closed() for loop in {mailbox.loop for mailbox in self.mailboxes.values()}):
+            for request_id, mailbox in list(self.mailboxes.items()):
+                if mailbox.loop.is_closed():
+                    del self.mailboxes[request_id]
+                    self._engine.abort(request_id)
 
     def _die(self, error: Exception) -> None:
         self._death = self._death or str(error) or type(error).__name__
@@ -158,6 +213,11 @@ def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     except RuntimeError:
         if not loop.is_closed():
             raise
+
+
+def _is_settled(engine: "Engine") -> bool:
+    engine.check_alive()
+    return engine.control.is_settled
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:

@@ -142,8 +142,18 @@ class StepFinished(_Event):
     decision: str = ""
 
 
+class LoadChanged(_Event):
+    """What runs, waits and is held changed apart from a step: an abort, a pause, a reset of the prefix cache."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_total: int
+    num_pages_in_use: int
+    num_pages_cached: int
+
+
 class HealthChanged(_Event):
-    """The engine's health moved: starting, ready, draining, dead."""
+    """The engine's health moved: starting, ready, draining, paused, sleeping, dead."""
 
     state: str
     message: str = ""
@@ -175,6 +185,7 @@ Event = (
     | RequestPreempted
     | RequestFinished
     | StepFinished
+    | LoadChanged
     | HealthChanged
     | SinkDropped
     | EngineStopped

@@ -8,6 +8,7 @@ import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
 from jaxpaged.config import Config
+from jaxpaged.engine_control import PauseMode, check_level
 from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
@@ -81,6 +82,7 @@ class LLM:
         Raises:
             InvalidRequestError: a bad prompt or parameter, by index (also a ValueError).
             RequestFailedError: never; a request that fails inside the engine has `finish_reason` error.
+            EnginePausedError: the engine is paused or asleep.
             EngineDeadError: the engine stopped.
         """
         if on_error not in ("raise", "return"):
@@ -89,6 +91,7 @@ class LLM:
         params = one_each(sampling_params, len(several))
         priorities = priority_each(priority, len(several))
         with self._turns.turn() as interrupt:
+            self._turns.check_takes_requests()
             requests, outputs = self._admit(several, params, priorities, on_error, interrupt)
             self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
@@ -120,23 +123,31 @@ class LLM:
         return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[RequestOutput]:
-        """Yields what is new as it comes; closing the generator aborts the request.
+        """Yields what is new as it comes; closing the generator aborts the request. While the engine is paused, `next` waits.
 
         Raises:
             InvalidRequestError: a bad prompt or parameter, at the first `next`.
+            EnginePausedError: the engine is paused or asleep, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
         request = self._intake.request(prompt, params, arrival_s=time.monotonic(), priority=priority)
         mail: list[RequestOutput] = []
         try:
             with self._turns.turn():
+                self._turns.check_takes_requests()
                 self._engine.add(request)
                 self._turns.mail[request.request_id] = mail
             while True:
                 with self._turns.turn():
+                    num_changes, is_stopped = self._turns.num_changes, False
                     if not mail:
-                        self._turns.step()
+                        self._engine.check_alive()
+                        is_stopped = not self._engine.has_step
+                        if not is_stopped:
+                            self._turns.step()
                     outputs, mail[:] = list(mail), []
+                if is_stopped:
+                    self._turns.wait_for_step(num_changes)
                 yield from outputs
                 if any(output.finished for output in outputs):
                     return
@@ -155,14 +166,61 @@ class LLM:
         """Counters and gauges so far, by name."""
         return self._metrics.snapshot()
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached pages that nobody uses."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forgets all cached pages; `reset_running_requests`: open streams give theirs back, too, and are computed again. True: done."""
         with self._turns.turn():
-            self._engine.reset_prefix_cache()
+            self._engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        return True
+
+    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Computes nothing until `resume`. Raises InvalidRequestError for an unknown mode.
+
+        Args:
+            mode: what becomes of open streams: "abort" ends them, "wait" computes them to their ends, "keep" stops them.
+            clear_cache: forget all cached pages; streams that were kept are computed again.
+        """
+        with self._turns.change():
+            self._pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
+        with self._turns.change():
+            self._engine.control.resume()
+
+    def is_paused(self) -> bool:
+        """Whether requests are refused, because of a pause or a sleep."""
+        return self._engine.control.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, and gives memory back until `wake_up`. Raises InvalidRequestError for an unknown level or mode.
+
+        Args:
+            level: 0 only pauses; 1 moves the weights to host memory and drops the page pool; 2 drops both, and the weights are
+                read from their files again.
+            mode: as for `pause`.
+        """
+        check_level(level)
+        with self._turns.change():
+            self._pause(mode, clear_cache=level > 0)
+            self._engine.control.fall_asleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
+
+        Raises:
+            InvalidRequestError: an unknown tag.
+            MemoryBudgetError: there is no room now; the engine sleeps on.
+        """
+        with self._turns.change():
+            self._engine.control.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called and `wake_up` has not ended it."""
+        return self._engine.control.is_sleeping
 
     def close(self) -> None:
         """Gives weights and page pool back; a second call does nothing."""
-        with self._turns.turn():
+        with self._turns.change():
             self._engine.close()
             self._close_sinks()
 
@@ -171,6 +229,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        control = self._engine.control
+        self._turns.deliver(control.begin_pause(mode))
+        while not control.is_settled:
+            self._turns.step()
+        control.finish_pause(clear_cache=clear_cache)
 
     def _admit(
         self,

@@ -66,15 +66,17 @@ class OpenRequests:
         self._stop(opened, FinishReason.ABORT)
         return self._end(opened)
 
-    def expire(self) -> None:
-        """Ends requests whose time is over."""
-        for sequence in self._scheduler.expire():
+    def expire(self) -> bool:
+        """Ends requests whose time is over; whether there were any."""
+        expired = self._scheduler.expire()
+        for sequence in expired:
             found = self._by_sequence.get(sequence.request_id)
             if found is not None:
                 opened, _ = found
                 opened.error = sequence.message
                 self._stop(opened, FinishReason.ABORT)
                 self._outputs.append(self._end(opened))
+        return bool(expired)
 
     def note_scheduled(self, step: ScheduledStep) -> None:
         """Tells who was admitted and who lost its pages."""

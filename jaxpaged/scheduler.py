@@ -89,7 +89,7 @@ class Scheduler:
         self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget)
         self._unfinished: dict[str, Sequence] = {}
         self._in_flight: deque[ScheduledStep] = deque()
-        self._is_paused = False
+        self._is_paused = self._is_draining = False
 
     @property
     def num_waiting(self) -> int:
@@ -115,6 +115,11 @@ class Scheduler:
     def is_paused(self) -> bool:
         """Whether nothing is scheduled until `resume`."""
         return self._is_paused
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether nobody is let in until `resume`, and those that run go on."""
+        return self._is_draining
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -159,7 +164,7 @@ class Scheduler:
         if self._is_paused:
             return None
         draft = StepDraft()
-        displacer = self._admission.displace(draft, self._rows.preempt)
+        displacer = None if self._is_draining else self._admission.displace(draft, self._rows.preempt)
         partial = self._rows.take_one_token_each(draft, is_ahead=bool(self._in_flight))
         if partial or len(self._queue):
             draft.budget = self._prompt_budget(partial, len(draft.ones))
@@ -172,7 +177,8 @@ class Scheduler:
                 # Prompts in progress hold every page between them.
                 self._rows.preempt(victim, draft)
                 self._rows.take_chunks(partial, draft)
-            self._admission.admit(draft)
+            if not self._is_draining:
+                self._admission.admit(draft)
         if not draft.ones and not draft.chunks:
             if draft.preempted:
                 raise AssertionError(f"{draft.preempted} lost their pages and nobody got them")
@@ -267,11 +273,28 @@ class Scheduler:
 
     def pause(self) -> None:
         """Schedules nothing until `resume`; running sequences keep their pages, requests may be added and aborted."""
-        self._is_paused = True
+        self._is_paused, self._is_draining = True, False
+
+    def drain(self) -> None:
+        """Lets nobody in until `resume`; running sequences go on to their ends. Whoever is preempted meanwhile waits, too."""
+        self._is_paused, self._is_draining = False, True
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
-        self._is_paused = False
+        """Goes on after `pause` or `drain`."""
+        self._is_paused = self._is_draining = False
+
+    def evict_running(self) -> tuple[Sequence, ...]:
+        """Takes the pages of all that run; they are computed again later. An operator's wish does not count as a preemption.
+
+        Returns:
+            Those that lost their pages. They keep their answers and their places in the queue.
+        """
+        draft = StepDraft()
+        for sequence in reversed(tuple(self._running.sequences)):
+            num_preemptions = sequence.num_preemptions
+            self._rows.preempt(sequence, draft)
+            sequence.num_preemptions = num_preemptions
+        return tuple(draft.preempted)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages; what unfinished sequences have computed so far is never shared either."""

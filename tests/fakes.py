@@ -364,7 +364,7 @@ class Bench:
         """Received = rejected + queued; queued = finished + in flight, each exactly once; and somebody was told of each end."""
         queued = [event.request_id for event in self.events.of(events.RequestQueued)]
         finished = [event.request_id for event in self.events.of(events.RequestFinished)]
-        in_flight = self.engine._requests.ids
+        in_flight = self.engine.unfinished_ids
         assert len(self.events.of(events.RequestReceived)) == len(self.events.of(events.RequestRejected)) + len(queued)
         assert sorted(queued) == sorted(finished + in_flight)
         for event in self.events.of(events.RequestFinished):
