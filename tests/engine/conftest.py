@@ -1,10 +1,12 @@
 """What the engine's tests share: one start of the real model, one of a tiny one, and the folder of their compiled programs."""
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jaxtyping
 import pytest
 
@@ -19,6 +21,12 @@ from tests.text.vocabularies import byte_level
 from tests.tiny_model import write_tiny_llama
 
 REAL_BUCKETS = (4, 32, 128)
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays that jax keeps for anybody."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 @pytest.fixture(scope="session")
