@@ -109,14 +109,14 @@ class Deadlines:
         self._num_added = 0
         self._compact_at = 64
 
-    def add(self, sequence: Sequence) -> None:
-        """Starts the limits of a sequence that was queued just now."""
+    def add(self, sequence: Sequence, *, has_queue_limit: bool = True) -> None:
+        """Starts the limits of a sequence that was queued just now; `has_queue_limit`: the one on its time in the queue as well."""
         if len(self._heap) >= self._compact_at:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapq.heapify(self._heap)
             self._compact_at = 2 * len(self._heap) + 64
         queue_s, request_s = self._policy.queue_timeout_s, self._policy.request_timeout_s
-        if queue_s is not None:
+        if queue_s is not None and has_queue_limit:
             self._push(sequence, queue_s, _Limit.QUEUE)
         if request_s is not None:
             self._push(sequence, request_s, _Limit.REQUEST)

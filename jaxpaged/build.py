@@ -1,7 +1,5 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from jaxpaged import events
 from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
-from jaxpaged.errors import ConfigError, MemoryBudgetError
+from jaxpaged.errors import ConfigError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
@@ -20,8 +18,9 @@ from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import ModelFiles
+from jaxpaged.memory_errors import memory_budget
 from jaxpaged.model_loader import describe_model, load_model
-from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_runner import LoadedModel, ModelRunner
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
@@ -47,8 +46,13 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
         limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
         _check_pool(config, described.config, limits)
-        with _memory_budget():
+        with memory_budget():
             model = load_model(checkpoint, described)
+
+    def load_again() -> LoadedModel:
+        with open_checkpoint(files) as checkpoint:
+            return load_model(checkpoint, described)
+
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
@@ -64,13 +68,14 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
 
     phase("pool", "allocating the page pool")
-    with _memory_budget():
+    with memory_budget():
         runner = ModelRunner(
             model,
             limits=limits,
             cache=config.cache,
             num_ids=min(tokenizer.vocab_size, model.config.vocab),
             max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
+            load_again=load_again,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
@@ -129,21 +134,6 @@ def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
         temporary_bytes=0,
     )
     reserve_pages_of(config.scheduler, num_pages - 1)
-
-
-@contextlib.contextmanager
-def _memory_budget() -> Iterator[None]:
-    """What the device has no memory for becomes a sentence."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first_line = str(error).splitlines()[0]
-        raise MemoryBudgetError(
-            f"the device has not enough memory for weights, page pool and step programs ({first_line}): "
-            "lower cache.memory, scheduler.max_num_batched_tokens or model.max_model_len, or take a smaller model"
-        ) from error
 
 
 def _compile_cache_folder(config: Config) -> Path | None:

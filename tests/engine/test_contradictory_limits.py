@@ -6,7 +6,7 @@ import pytest
 
 from jaxpaged import LLM, build, cli
 from jaxpaged.errors import ConfigError, JaxpagedError, MemoryBudgetError
-from tests.fakes import start_tiny
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 

@@ -14,7 +14,8 @@ from jaxpaged.config import Config
 from jaxpaged.errors import ChatTemplateError, ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, PoolTooSmallError
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams
-from tests.fakes import EventLog, tiny_config
+from tests.fakes import EventLog
+from tests.tiny_engine import tiny_config
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.jax
@@ -42,7 +43,7 @@ def calm(llm: LLM, log: EventLog) -> Iterator[LLM]:
     assert engine.num_unfinished == 0
     engine.scheduler.check()
     assert engine.pages.num_in_use == 0
-    assert llm._mail == {}
+    assert llm._turns.mail == {}
     finished = [event.request_id for event in log.of(events.RequestFinished)]
     assert sorted(finished) == sorted(event.request_id for event in log.of(events.RequestQueued))
 

@@ -16,7 +16,8 @@ from jaxpaged.kv_cache import KVCache
 from jaxpaged.start import Started
 from pallas_kernels.paged_attention import paged_attention
 from tests.engine.conftest import tiny_bench
-from tests.fakes import Bench, NarrowRunner, start_tiny
+from tests.fakes import Bench, NarrowRunner
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 
