@@ -72,6 +72,17 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: in
     return list(params)
 
 
+def priority_each(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    """One for each prompt; 0 unless said otherwise. Raises InvalidRequestError when there are neither one nor `count`."""
+    if priority is None or isinstance(priority, int):
+        return [priority or 0] * count
+    if not isinstance(priority, Sequence):
+        raise InvalidRequestError(f"priority must be an integer or a list, got {type(priority).__name__}", param="priority")
+    if len(priority) != count:
+        raise InvalidRequestError(f"{len(priority)} priorities for {count} prompts; give one for all or one each", param="priority")
+    return list(priority)
+
+
 def open_own_sinks(config: Config, *, is_quiet: bool) -> list[Sink]:
     """The log of the options and, on a terminal, the start-up line; a quiet log holds warnings only."""
     log = msgspec.structs.replace(config.log, level="warning") if is_quiet else config.log

@@ -37,8 +37,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-MAX_BANNED_IDS = 80
-"""End and stop ids of a row that `min_tokens` keeps away: 64 of the request and 16 of the model."""
+from jaxpaged.request import MAX_EOS_IDS, MAX_STOP_TOKEN_IDS
+
+MAX_BANNED_IDS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS
+"""End and stop ids of a row that `min_tokens` keeps away."""
 
 
 class SamplingRows(NamedTuple):

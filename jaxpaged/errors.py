@@ -95,6 +95,13 @@ class EngineDeadError(JaxpagedError):
     http_status = 503
 
 
+class EnginePausedError(JaxpagedError):
+    """The engine is paused or asleep, and whoever asks could not wait for it to go on."""
+
+    code = "engine_paused"
+    http_status = 503
+
+
 class RequestFailedError(JaxpagedError):
     """This request failed inside the engine; others go on."""
 

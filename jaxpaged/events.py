@@ -98,7 +98,10 @@ class RequestPreempted(_Event):
 
 
 class RequestFinished(_Event):
-    """A request ended: stop, length, abort or error; exactly one per queued request."""
+    """A request ended: stop, length, abort or error; exactly one per queued request.
+
+    With several samples: the least happy end among them, the prompt counted once, and the sum of their tokens and pages.
+    """
 
     request_id: str
     reason: str
@@ -111,10 +114,15 @@ class RequestFinished(_Event):
     e2e_s: float
     queue_s: float
     message: str | None = None
+    num_samples: int = 1
 
 
 class StepFinished(_Event):
-    """One engine step: what ran, how full, and where the time went (seconds)."""
+    """One engine step: what ran, how full, and where the time went (seconds).
+
+    `prefix_hits_tokens` of the `prefix_queries_tokens` prompt tokens of first admissions were found in the prefix cache;
+    `prefill_recompute_tokens` are computed again after a preemption, and are no misses. `decision` says why so many were admitted.
+    """
 
     step: int
     bucket_tokens: int
@@ -135,11 +143,22 @@ class StepFinished(_Event):
     detokenize_s: float
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    prefill_recompute_tokens: int = 0
     decision: str = ""
 
 
+class LoadChanged(_Event):
+    """What runs, waits and is held changed apart from a step: an abort, a pause, a reset of the prefix cache."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_total: int
+    num_pages_in_use: int
+    num_pages_cached: int
+
+
 class HealthChanged(_Event):
-    """The engine's health moved: starting, ready, draining, dead."""
+    """The engine's health moved: starting, ready, draining, paused, sleeping, dead."""
 
     state: str
     message: str = ""
@@ -171,6 +190,7 @@ Event = (
     | RequestPreempted
     | RequestFinished
     | StepFinished
+    | LoadChanged
     | HealthChanged
     | SinkDropped
     | EngineStopped

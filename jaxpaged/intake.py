@@ -7,18 +7,16 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.batch import MAX_BANNED_IDS
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
-from jaxpaged.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jaxpaged.request import Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may hold a "cache_salt" as well."""
 
 type Messages = Sequence[Mapping[str, Any]]
 
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-MAX_EOS_IDS = MAX_BANNED_IDS - MAX_STOP_TOKEN_IDS
 MAX_REQUEST_ID_CHARS = 1024
 
 
@@ -57,7 +55,9 @@ class Intake:
         """A request id that no other request of this engine has."""
         return f"req-{next(self._ids)}"
 
-    def request(self, prompt: Prompt, params: SamplingParams | None, *, arrival_s: float, request_id: str | None = None) -> Request:
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None, *, arrival_s: float, request_id: str | None = None, priority: int = 0
+    ) -> Request:
         """The request for one prompt.
 
         Args:
@@ -65,12 +65,15 @@ class Intake:
             params: how; None takes the model's defaults. Unset sampling fields take the model's defaults as well.
             arrival_s: monotonic time at which it arrived.
             request_id: a label, unique among unfinished requests; None makes one.
+            priority: lower goes first.
 
         Raises:
-            InvalidRequestError: a malformed prompt, ids or parameters out of range. (Lengths are checked by `Scheduler.check_fits`.)
+            InvalidRequestError: a malformed prompt or salt, or ids, parameters or priority out of range. (Lengths are checked by
+                `Scheduler.check_fits`.)
         """
         if request_id is not None and not (isinstance(request_id, str) and 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS):
             raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+        prompt, cache_salt = _without_salt(prompt)
         text, token_ids = self._token_ids(prompt)
         params = self._complete(params)
         for token_id in params.stop_token_ids or ():
@@ -88,6 +91,8 @@ class Intake:
             arrival_s=arrival_s,
             prompt=text,
             eos_token_ids=self.eos_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
         )
 
     def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
@@ -113,7 +118,8 @@ class Intake:
                 prompt = prompt["prompt_token_ids"]
             else:
                 raise InvalidRequestError(
-                    f"A prompt object holds either 'prompt' (a text) or 'prompt_token_ids' (a list), got {sorted(map(str, keys))}",
+                    "A prompt object holds either 'prompt' (a text) or 'prompt_token_ids' (a list), and 'cache_salt' if wanted, "
+                    f"got {sorted(map(str, keys))}",
                     param="prompt",
                 )
         if isinstance(prompt, str):
@@ -152,6 +158,13 @@ class Intake:
             raise InvalidRequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params")
         unset = {name: getattr(self.default_params, name) for name in NEUTRAL_SAMPLING if getattr(params, name) is None}
         return msgspec.structs.replace(params, **unset) if unset else params
+
+
+def _without_salt(prompt: Prompt) -> tuple[Prompt, Any]:
+    """The prompt, and the salt that came in its object; None without one."""
+    if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
+        return prompt, None
+    return {key: value for key, value in prompt.items() if key != "cache_salt"}, prompt["cache_salt"]
 
 
 def _mix(seed: int, index: int) -> int:

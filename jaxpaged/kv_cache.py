@@ -1,6 +1,6 @@
 """The page pool on the device, and how many pages fit in the memory given."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.config import MIB, CacheConfig
 from jaxpaged.errors import MemoryBudgetError
+from jaxpaged.kv_layout import lay_out
 
 CPU_POOL_BYTES = 512 * MIB
 GPU_RESERVE_FRACTION = 0.03
@@ -50,6 +51,12 @@ class DeviceMemory(NamedTuple):
 
     limit_bytes: int
     in_use_bytes: int
+
+
+def cache_shape(model: Any, cache: CacheConfig) -> CacheShape:
+    """The shape of a model's pages; `model` is its family's `Config`."""
+    dtype = model.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
+    return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype)
 
 
 def make_cache(shape: CacheShape, num_pages: int) -> KVCache:

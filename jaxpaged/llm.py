@@ -1,24 +1,24 @@
 """The Python API for programs that wait: `LLM.generate` is a loop over `Engine.step`, nothing else."""
 
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 
-from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, settle_config
+from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
 from jaxpaged.config import Config
-from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
+from jaxpaged.engine_control import PauseMode, check_level
+from jaxpaged.engine_turns import EngineTurns
+from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
-from jaxpaged.interrupts import Interrupt, held_interrupts
+from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.progress_bar import progress_bar
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
 
@@ -43,22 +43,16 @@ class LLM:
     ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
-        self._lock = threading.Lock()
         self._own_sinks: list[Sink] = []
         if sinks is None:
             self._own_sinks = open_own_sinks(self.config, is_quiet=config is None)
         self._metrics = EngineMetrics()
-        # A step serves every open request, not only those of the call that makes it: the others' outputs wait here.
-        self._mail: dict[str, list[RequestOutput]] = {}
-        self._left: deque[str] = deque()  # requests of streams that were closed
         try:
-            # JAX is imported here, after the limits of the process are set.
-            from jaxpaged.start import start_engine
-
             self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
         except BaseException:
             self._close_sinks()
             raise
+        self._turns = EngineTurns(self._engine)
 
     @property
     def engine(self) -> Any:
@@ -71,28 +65,34 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
         """Completes prompts and returns their outputs in the same order.
 
         Args:
-            prompts: one or many: texts, lists of token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
+            prompts: one or many: texts, lists of token ids, {"prompt": ...} or {"prompt_token_ids": ...}. With a "cache_salt" beside
+                it, an object shares cached pages only with those of the same salt.
             sampling_params: one for all or one each; None takes the model's defaults.
             use_tqdm: show a progress bar on a terminal.
+            priority: one for all or one each; lower goes first, None is 0.
             on_error: "raise" refuses the whole call when a prompt is bad, before any work; "return" gives an output with
                 `finish_reason` error for it and completes the others.
 
         Raises:
             InvalidRequestError: a bad prompt or parameter, by index (also a ValueError).
             RequestFailedError: never; a request that fails inside the engine has `finish_reason` error.
+            EnginePausedError: the engine is paused or asleep.
             EngineDeadError: the engine stopped.
         """
         if on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error is 'raise' or 'return', got {on_error!r:.40}", param="on_error")
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
-        with self._turn() as interrupt:
-            requests, outputs = self._admit(several, params, on_error, interrupt)
+        priorities = priority_each(priority, len(several))
+        with self._turns.turn() as interrupt:
+            self._turns.check_takes_requests()
+            requests, outputs = self._admit(several, params, priorities, on_error, interrupt)
             self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(several))]
 
@@ -102,6 +102,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
@@ -119,33 +120,39 @@ class LLM:
         ]
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self._intake.default_params, max_tokens=None)
-        return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm)
+        return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm, priority=priority)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yields what is new as it comes; closing the generator aborts the request.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[RequestOutput]:
+        """Yields what is new as it comes; closing the generator aborts the request. While the engine is paused, `next` waits.
 
         Raises:
             InvalidRequestError: a bad prompt or parameter, at the first `next`.
+            EnginePausedError: the engine is paused or asleep, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
-        request = self._intake.request(prompt, params, arrival_s=time.monotonic())
+        request = self._intake.request(prompt, params, arrival_s=time.monotonic(), priority=priority)
         mail: list[RequestOutput] = []
         try:
-            with self._turn():
+            with self._turns.turn():
+                self._turns.check_takes_requests()
                 self._engine.add(request)
-                self._mail[request.request_id] = mail
+                self._turns.mail[request.request_id] = mail
             while True:
-                with self._turn():
+                with self._turns.turn():
+                    num_changes, is_stopped = self._turns.num_changes, False
                     if not mail:
-                        self._step()
+                        self._engine.check_alive()
+                        is_stopped = not self._engine.has_step
+                        if not is_stopped:
+                            self._turns.step()
                     outputs, mail[:] = list(mail), []
+                if is_stopped:
+                    self._turns.wait_for_step(num_changes)
                 yield from outputs
                 if any(output.finished for output in outputs):
                     return
         finally:
-            # The garbage collector may come here on a thread that is in the middle of a step.
-            self._left.append(request.request_id)
-            self._abort_left()
+            self._turns.leave(request.request_id)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -159,14 +166,61 @@ class LLM:
         """Counters and gauges so far, by name."""
         return self._metrics.snapshot()
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached pages that nobody uses."""
-        with self._turn():
-            self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forgets all cached pages; `reset_running_requests`: open streams give theirs back, too, and are computed again. True: done."""
+        with self._turns.turn():
+            self._engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        return True
+
+    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Computes nothing until `resume`. Raises InvalidRequestError for an unknown mode.
+
+        Args:
+            mode: what becomes of open streams: "abort" ends them, "wait" computes them to their ends, "keep" stops them.
+            clear_cache: forget all cached pages; streams that were kept are computed again.
+        """
+        with self._turns.change():
+            self._pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
+        with self._turns.change():
+            self._engine.control.resume()
+
+    def is_paused(self) -> bool:
+        """Whether requests are refused, because of a pause or a sleep."""
+        return self._engine.control.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, and gives memory back until `wake_up`. Raises InvalidRequestError for an unknown level or mode.
+
+        Args:
+            level: 0 only pauses; 1 moves the weights to host memory and drops the page pool; 2 drops both, and the weights are
+                read from their files again.
+            mode: as for `pause`.
+        """
+        check_level(level)
+        with self._turns.change():
+            self._pause(mode, clear_cache=level > 0)
+            self._engine.control.fall_asleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
+
+        Raises:
+            InvalidRequestError: an unknown tag.
+            MemoryBudgetError: there is no room now; the engine sleeps on.
+        """
+        with self._turns.change():
+            self._engine.control.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called and `wake_up` has not ended it."""
+        return self._engine.control.is_sleeping
 
     def close(self) -> None:
         """Gives weights and page pool back; a second call does nothing."""
-        with self._turn():
+        with self._turns.change():
             self._engine.close()
             self._close_sinks()
 
@@ -176,42 +230,30 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _turn(self) -> Iterator[Interrupt]:
-        """The engine to oneself; Ctrl-C waits for the end of the block."""
-        try:
-            with self._lock, held_interrupts() as interrupt:
-                yield interrupt
-        finally:
-            self._abort_left()  # those that left meanwhile
-
-    def _abort_left(self) -> None:
-        """Aborts the requests of closed streams, or leaves that to whoever has the engine: between two steps, or at the end of the turn."""
-        while self._left and self._lock.acquire(blocking=False):
-            try:
-                with held_interrupts():
-                    self._abort_those_left()
-            finally:
-                self._lock.release()
-
-    def _abort_those_left(self) -> None:
-        while self._left:
-            request_id = self._left.popleft()
-            self._mail.pop(request_id, None)
-            self._engine.abort(request_id)
+    def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        control = self._engine.control
+        self._turns.deliver(control.begin_pause(mode))
+        while not control.is_settled:
+            self._turns.step()
+        control.finish_pause(clear_cache=clear_cache)
 
     def _admit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], on_error: str, interrupt: Interrupt
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int],
+        on_error: str,
+        interrupt: Interrupt,
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             interrupt.check()
             try:
                 own = own or self._intake.default_params
-                request = self._intake.request(prompt, own, arrival_s=now)
+                request = self._intake.request(prompt, own, arrival_s=now, priority=priority)
                 # Outputs before the last are not looked at, so they are not made.
                 final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
                 request = msgspec.structs.replace(request, params=final)
@@ -234,68 +276,29 @@ class LLM:
         return {request.request_id: index for index, request in checked}, outputs
 
     def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
-        bar = _progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
+        bar = progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None
         waiting = dict(requests)
         num_tokens, begun = 0, time.monotonic()
         mail: list[RequestOutput] = []
-        self._mail |= dict.fromkeys(requests, mail)
+        self._turns.mail |= dict.fromkeys(requests, mail)
         try:
             while waiting:
                 interrupt.check()
-                self._step()
+                self._turns.step()
                 for output in mail:
                     outputs[waiting.pop(output.request_id)] = output
-                    num_tokens += len(output.outputs[0].token_ids)
+                    num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                 if mail and bar is not None:
                     bar(len(requests) - len(waiting), num_tokens / (time.monotonic() - begun))
                 mail.clear()
         finally:
             for request_id in requests:
-                del self._mail[request_id]
+                del self._turns.mail[request_id]
             for request_id in waiting:
                 self._engine.abort(request_id)
             if bar is not None:
                 bar(None, 0.0)
 
-    def _step(self) -> None:
-        self._abort_those_left()
-        try:
-            outputs = self._engine.step()
-        except EngineDeadError:
-            self._engine.drain_failed()
-            raise
-        for output in outputs:
-            if (mail := self._mail.get(output.request_id)) is not None:
-                mail.append(output)
-
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:
             sink.close()
-
-
-def _progress_bar(total: int) -> Any:
-    """A function (done or None to finish, tokens per second) that draws on a terminal; None without one."""
-    if not sys.stderr.isatty():
-        return None
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:.1f} tokens/s"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    task = progress.add_task("generate", total=total, rate=0.0)
-    progress.start()
-
-    def draw(done: int | None, rate: float) -> None:
-        if done is None:
-            progress.stop()
-        else:
-            progress.update(task, completed=done, rate=rate)
-
-    return draw

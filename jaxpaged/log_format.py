@@ -72,6 +72,7 @@ class _Interval(msgspec.Struct):
     num_preempted: int = 0
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    prefill_recompute_tokens: int = 0
 
 
 class LogFormatter:
@@ -153,6 +154,7 @@ class LogFormatter:
         sums.num_preempted += event.num_preempted
         sums.prefix_queries_tokens += event.prefix_queries_tokens
         sums.prefix_hits_tokens += event.prefix_hits_tokens
+        sums.prefill_recompute_tokens += event.prefill_recompute_tokens
         self._last_step = event
         if self._interval_began_s is None or not follows:
             self._interval_began_s = event.time_s - step_s
@@ -188,6 +190,8 @@ class LogFormatter:
         )
         if sums.num_preempted:
             text += f"; preempted {sums.num_preempted}"
+        if sums.prefill_recompute_tokens:
+            text += f"; {sums.prefill_recompute_tokens} tokens computed again"
         self._sums = _Interval()
         self._interval_began_s = time_s
         return [LogLine(time_s, Level.INFO, text)]
@@ -234,8 +238,15 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 f"and {event.max_num_batched_tokens} tokens; context {event.max_model_len} tokens"
             )
         case events.HealthChanged():
-            level = {"dead": Level.ERROR, "draining": Level.INFO}.get(event.state, Level.DEBUG)
+            level = Level.ERROR if event.state == "dead" else Level.DEBUG if event.state in ("starting", "ready") else Level.INFO
+            if event.state == "ready" and event.message:
+                level = Level.INFO
             return level, f"health: {clean(event.state, 32)}{': ' + clean(event.message) if event.message else ''}"
+        case events.LoadChanged():
+            return Level.DEBUG, (
+                f"running {event.num_running}, waiting {event.num_waiting}; "
+                f"pages {percent(event.num_pages_in_use, event.num_pages_total)} of {event.num_pages_total} in use"
+            )
         case events.SinkDropped():
             return Level.WARNING, f"{event.count} events were lost to the {clean(event.sink, 64)} log: {clean(event.message)}"
         case events.EngineStopped():
@@ -246,7 +257,8 @@ def _plain_text(event: Event) -> tuple[Level, str]:
 
 
 def _finished_text(event: events.RequestFinished) -> str:
-    parts = [f"{event.num_output_tokens} tokens"]
+    parts = [f"{event.num_samples} answers"] if event.num_samples > 1 else []
+    parts.append(f"{event.num_output_tokens} tokens")
     if event.ttft_s is not None:
         parts.append(f"first token after {event.ttft_s:.3f} s")
         parts.append(f"{decode_rate(event.num_output_tokens, event.ttft_s, event.e2e_s):.1f} tokens/s")

@@ -56,18 +56,28 @@ class EngineMetrics:
                 self._count("jaxpaged_preemptions_total", event.num_preempted)
                 self._count("jaxpaged_prefix_cache_queries_total", event.prefix_queries_tokens)
                 self._count("jaxpaged_prefix_cache_hits_total", event.prefix_hits_tokens)
-                self._gauges["jaxpaged_num_requests_running"] = event.num_running
-                self._gauges["jaxpaged_num_requests_waiting"] = event.num_waiting
-                self._gauges["jaxpaged_kv_cache_usage_ratio"] = event.num_pages_in_use / event.num_pages_total
+                self._count("jaxpaged_prefill_recompute_tokens_total", event.prefill_recompute_tokens)
+                self._take_load(event)
+            case events.LoadChanged():
+                self._take_load(event)
+            case events.HealthChanged():
+                self._gauges["jaxpaged_engine_is_paused"] = float(event.state in ("draining", "paused", "sleeping"))
+                self._gauges["jaxpaged_engine_is_sleeping"] = float(event.state == "sleeping")
             case events.RequestReceived():
                 self._count("jaxpaged_requests_received_total")
             case events.RequestRejected():
                 self._count("jaxpaged_requests_rejected_total", label=event.code)
             case events.RequestQueued():
                 self._count("jaxpaged_requests_queued_total")
+                self._gauges["jaxpaged_num_requests_waiting"] = event.num_waiting
             case events.RequestFinished():
                 self._count("jaxpaged_requests_finished_total", label=event.reason)
                 self._count("jaxpaged_prompt_tokens_total", event.num_prompt_tokens)
                 self._count("jaxpaged_generation_tokens_total", event.num_output_tokens)
             case events.ProgramCompiled():
                 self._count("jaxpaged_programs_compiled_total", label="after_ready" if event.after_ready else "start")
+
+    def _take_load(self, event: events.StepFinished | events.LoadChanged) -> None:
+        self._gauges["jaxpaged_num_requests_running"] = event.num_running
+        self._gauges["jaxpaged_num_requests_waiting"] = event.num_waiting
+        self._gauges["jaxpaged_kv_cache_usage_ratio"] = event.num_pages_in_use / event.num_pages_total

@@ -8,11 +8,9 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.errors import ConfigError
-from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype, open_checkpoint
+from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
-from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.model_runner import LoadedModel
 from jaxpaged.models import Family, find_family, make_config
 
@@ -27,9 +25,11 @@ DTYPES = {
 _COMPARED_ROWS = 1024
 
 
-class ModelTexts(NamedTuple):
+class DescribedModel(NamedTuple):
     """What a checkpoint says besides its weights."""
 
+    family: Family
+    config: Any
     generation_config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
 
@@ -49,27 +49,30 @@ def choose_dtype(wanted: str, native: NativeDtype, *, is_gpu: bool) -> np.dtype:
     return DTYPES["bfloat16" if native == "bfloat16" else "float32"]
 
 
-def load_model(config: ModelConfig, files: ModelFiles, *, is_gpu: bool) -> tuple[LoadedModel, ModelTexts]:
-    """Reads the checkpoint and puts its weights on the device.
+def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool) -> DescribedModel:
+    """What the checkpoint says of the model, before any weight is read.
 
     Raises:
-        CheckpointError: a file or tensor is missing, cut, malformed or of the wrong shape; all such tensors at once.
+        CheckpointError: its config is malformed.
         UnsupportedModelError: an architecture or variant that we do not run.
-        ConfigError: `load_format` does not fit the files.
     """
-    is_gguf = files.kind == "gguf"
-    if config.load_format not in ("auto", "gguf" if is_gguf else "safetensors"):
-        raise ConfigError(
-            f"load_format {config.load_format} does not fit {files.name}, which is {'a GGUF file' if is_gguf else 'a safetensors folder'}",
-            param="model.load_format",
-        )
-    with open_checkpoint(files) as checkpoint:
-        family = find_family(checkpoint.hf_config)
-        dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
-        model_config = make_config(family, _hf_config(checkpoint, family), dtype)
-        loaded = _load(checkpoint, family, model_config)
-        texts = ModelTexts(checkpoint.generation_config, eos_token_ids(checkpoint.hf_config, checkpoint.generation_config))
-    return loaded, texts
+    family = find_family(checkpoint.hf_config)
+    dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
+    return DescribedModel(
+        family=family,
+        config=make_config(family, _hf_config(checkpoint, family), dtype),
+        generation_config=checkpoint.generation_config,
+        eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
+    )
+
+
+def load_model(checkpoint: Checkpoint, described: DescribedModel) -> LoadedModel:
+    """Puts the checkpoint's weights on the device.
+
+    Raises:
+        CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
+    """
+    return _load(checkpoint, described.family, described.config)
 
 
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from jaxtyping import Array, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
+from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_memory
-from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
+from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.memory_errors import memory_budget
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
 from jaxpaged.sampling import sample
@@ -35,6 +37,15 @@ class Runner(Protocol):
     def layout_for(self, num_tokens: int) -> BatchLayout: ...
 
     def run(self, layout: BatchLayout, blob: np.ndarray) -> Any: ...
+
+    @property
+    def is_awake(self) -> bool: ...
+
+    def sleep(self, *, keeps_weights: bool) -> None: ...
+
+    def wake_weights(self) -> None: ...
+
+    def wake_pool(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -72,6 +83,7 @@ class ModelRunner:
         cache: CacheConfig,
         num_ids: int,
         max_parallel: int,
+        load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
         before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
@@ -84,6 +96,7 @@ class ModelRunner:
             cache: page size, pool memory and type.
             num_ids: ids that the tokenizer knows; the rest of the head is never chosen.
             max_parallel: programs compiled at the same time.
+            load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
             before_compiling: called once the pool is there.
@@ -93,11 +106,11 @@ class ModelRunner:
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
         self._model, self._num_ids = model, num_ids
-        dtype = model.config.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
-        kv_layout = lay_out(model.config.windows)
-        self.kv_groups = kv_layout.groups
+        self._load_again = load_again
+        self._host_weights: HostWeights | None = None
+        self.cache_shape = cache_shape(model.config, cache)
+        self.kv_groups = lay_out(model.config.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
-        self.cache_shape = CacheShape(kv_layout.layers_per_group, model.config.kv_heads, model.config.head_dim, cache.page_size, dtype)
         device = device_memory(jax.devices()[0])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)
         self.num_pages = 2
@@ -110,7 +123,7 @@ class ModelRunner:
             cache,
             self.cache_shape,
             least_pages=arithmetic.peak_pages(1),
-            most_pages=2 * limits.max_num_seqs * arithmetic.peak_pages(limits.max_model_len),
+            most_pages=limits.most_pages(arithmetic),
             device=device,
             temporary_bytes=scratch,
         )
@@ -119,15 +132,19 @@ class ModelRunner:
             self.limits = limits._replace(max_model_len=fitting)
         # No page table gets longer, however long the context may be.
         self._max_pages = arithmetic.pages_for(fitting)
-        self._state = DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(limits.max_num_seqs, jnp.int32))
+        self._state: DeviceState | None = self._new_state()
         self.layouts = tuple(self._layout(bucket) for bucket in limits.token_buckets)
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
         before_compiling(self)
         self.programs = compile_all(self._lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
         self._watch = CompilationWatch()
-        # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
-        for layout in self.layouts[:1] if device is None else self.layouts:
-            np.asarray(self.run(layout, self._idle_blob(layout)))
+        try:
+            # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
+            for layout in self.layouts[:1] if device is None else self.layouts:
+                np.asarray(self.run(layout, self._idle_blob(layout)))
+        except BaseException:
+            self._watch.close()
+            raise
 
     @property
     def pool_bytes(self) -> int:
@@ -142,7 +159,13 @@ class ModelRunner:
     @property
     def pool(self) -> KVCache:
         """The pool as the last step left it."""
+        assert self._state is not None, "the pool is asleep"
         return self._state.cache
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether weights and pool are on the device, so that `run` may be called."""
+        return self._state is not None and bool(self._model.params)
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """The smallest bucket's layout that holds `num_tokens`."""
@@ -154,13 +177,57 @@ class ModelRunner:
             ids, self._state = self.programs[layout](self._model.params, self._state, blob)
             return ids
 
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Gives the memory of weights and pool back. What the pool held is lost; the programs stay.
+
+        Args:
+            keeps_weights: in host memory; else they are read from their files again.
+        """
+        for array in jax.tree.leaves(self._state):
+            array.delete()
+        self._state = None
+        params, self._model = self._model.params, self._model._replace(params=())
+        if keeps_weights or self._load_again is None:
+            self._host_weights = HostWeights(params) if params else self._host_weights
+        else:
+            self._host_weights = None
+            for array in params:
+                array.delete()
+        return_freed_memory()
+
+    def wake_weights(self) -> None:
+        """Brings the weights back; those that are there stay.
+
+        Raises:
+            MemoryBudgetError: there is no room for them; they can be woken later.
+        """
+        if self._model.params:
+            return
+        with memory_budget():
+            if self._host_weights is not None:
+                self._model = self._model._replace(params=self._host_weights.to_device())
+            else:
+                assert self._load_again is not None
+                self._model = self._load_again()
+        self._host_weights = None
+
+    def wake_pool(self) -> None:
+        """Makes an empty pool; one that is there stays. Raises MemoryBudgetError."""
+        if self._state is None:
+            with memory_budget():
+                self._state = jax.block_until_ready(self._new_state())
+
     def close(self) -> None:
         """Gives weights and pool back at once, whoever still holds this object."""
         self._watch.close()
         for array in jax.tree.leaves((self._model.params, self._state)):
             array.delete()
+        self._host_weights = None
         self.programs = {}
         return_freed_memory()
+
+    def _new_state(self) -> DeviceState:
+        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(self.limits.max_num_seqs, jnp.int32))
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(

@@ -1,5 +1,7 @@
 """Room 7: what a request has said so far, and the outputs made from it."""
 
+from collections.abc import Sequence as SequenceOf
+
 from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput, RequestOutputKind
 from jaxpaged.sequence import Sequence
@@ -7,17 +9,24 @@ from jaxpaged.tokenizer import Tokenizer
 
 
 class Answer:
-    """The text side of one sequence; the scheduler owns the sequence itself."""
+    """The text side of one sequence; the scheduler owns the sequence itself.
 
-    def __init__(self, request: Request, sequence: Sequence, tokenizer: Tokenizer) -> None:
-        params = request.params
-        self.request, self.sequence = request, sequence
-        self.metrics = RequestMetrics(arrival_s=request.arrival_s)
-        self.error: str | None = None
+    Attributes:
+        index: which sample of the request it is.
+        is_moved: there is something that the next output has to tell.
+        is_ended: its sequence has finished, and its text is complete.
+    """
+
+    def __init__(self, sequence: Sequence, index: int, tokenizer: Tokenizer) -> None:
+        params = sequence.request.params
+        self.sequence = sequence
+        self.index = index
+        self.is_moved = self.is_ended = False
+        self._params = params
         self._detokenizer = (
             Detokenizer(
                 tokenizer,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=sequence.request.prompt_token_ids,
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
@@ -37,48 +46,89 @@ class Answer:
         return self._detokenizer.stop_match
 
     def is_due(self) -> bool:
-        """Whether an unfinished request has an output to give now."""
-        params = self.request.params
-        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+        """Whether an unfinished answer has something to give now."""
+        if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
             return False
-        return self.sequence.num_output_tokens - self._num_given_tokens >= params.stream_interval
+        return self.sequence.num_output_tokens - self._num_given_tokens >= self._params.stream_interval
 
-    def output(self) -> RequestOutput:
+    def completion(self) -> CompletionOutput:
         """All so far, or what is new since the last call, as the request's `output_kind` says."""
         sequence = self.sequence
-        if self.request.params.output_kind is RequestOutputKind.DELTA:
+        if self._params.output_kind is RequestOutputKind.DELTA:
             text, first_token = "".join(self._new_text), self._num_given_tokens
         else:
             text, first_token = "" if self._detokenizer is None else self._detokenizer.text, 0
         self._new_text.clear()
         self._num_given_tokens = sequence.num_output_tokens
-        completion = CompletionOutput(
+        self.is_moved = False
+        return CompletionOutput(
+            index=self.index,
             text=text,
             token_ids=sequence.token_ids[sequence.num_prompt_tokens + first_token :],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )
+
+    def finish_text(self) -> None:
+        """Adds the text that was held back; the answer has ended."""
+        if self._detokenizer is not None and self._detokenizer.stop_match is None:
+            self._new_text.append(self._detokenizer.finish())
+
+    def _ends_with_hidden_stop(self) -> bool:
+        """An end token or stop id ends the answer without being part of its text, unless stops were asked for."""
+        sequence = self.sequence
+        return (
+            sequence.finish_reason is FinishReason.STOP
+            and sequence.stop_reason.__class__ is not str
+            and not self._params.include_stop_str_in_output
+        )
+
+
+class OpenRequest:
+    """A request that has not ended: the answers of its samples, and what they have in common.
+
+    Attributes:
+        request: what was asked for.
+        answers: one for each sample, by index.
+        metrics: times and counts over all samples.
+        error: what to tell whoever asked, if it fails or is given up.
+    """
+
+    def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.answers = [Answer(sequence, index, tokenizer) for index, sequence in enumerate(samples)]
+        self.metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self.error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every sample has ended."""
+        return all(answer.sequence.is_finished for answer in self.answers)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(answer.sequence.num_output_tokens for answer in self.answers)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the whole request ended: the least happy end of a sample."""
+        reasons = {answer.sequence.finish_reason for answer in self.answers}
+        return next(reason for reason in _LEAST_HAPPY_FIRST if reason in reasons)
+
+    def output(self) -> RequestOutput:
+        """All samples as they are, or (kind DELTA) those that have moved since the last time."""
+        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[completion],
-            finished=sequence.is_finished,
+            outputs=[answer.completion() for answer in self.answers if answer.is_moved or not is_delta],
+            finished=self.is_over,
             metrics=self.metrics,
             num_cached_tokens=self.metrics.num_cached_tokens,
             error=self.error,
         )
 
-    def finish_text(self) -> None:
-        """Adds the text that was held back; the request has ended."""
-        if self._detokenizer is not None and self._detokenizer.stop_match is None and self.error is None:
-            self._new_text.append(self._detokenizer.finish())
 
-    def _ends_with_hidden_stop(self) -> bool:
-        """An end token or stop id ends the answer without being part of its text, unless stops were asked for."""
-        sequence, params = self.sequence, self.request.params
-        return (
-            sequence.finish_reason is FinishReason.STOP
-            and sequence.stop_reason.__class__ is not str
-            and not params.include_stop_str_in_output
-        )
+_LEAST_HAPPY_FIRST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)

@@ -17,6 +17,12 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_EOS_IDS = 16
+"""End tokens of a model."""
+
+MAX_SAMPLES = 128
+"""OpenAI's limit; each sample is a sequence of its own, so a larger number would be a way to fill the queue with one request."""
+
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1_000_000
 MAX_CACHE_SALT_CHARS = 128
@@ -45,12 +51,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How to choose tokens and when to stop. Raises InvalidRequestError naming field, value and limit.
 
     Attributes:
-        n: number of answers; only 1 so far.
+        n: number of answers to the prompt, 1 to 128. Each has a random stream of its own; the first is the answer of n = 1.
         temperature: 0 or more; under 1e-5 is greedy. None: the model's default.
         top_p: mass kept, in (0, 1]. None: the model's default.
         top_k: number of tokens kept; 0 or -1 is off, above the vocabulary is off. None: the model's default.
         min_p: tokens under `min_p` times the largest probability are dropped; in [0, 1]. None: the model's default.
-        seed: the random stream depends on it and on the token's position only. None or -1: drawn by the engine.
+        seed: the random stream depends on it, on the answer's index and on the token's position only. None or -1: drawn by the engine.
         stop: strings that end the answer; cut off unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the answer; the id stays in `token_ids`.
         ignore_eos: go on past the model's end tokens (all of them).
@@ -59,7 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         skip_special_tokens: leave control tokens out of the text.
         detokenize: False leaves the text empty.
         output_kind: what each streamed output holds.
-        stream_interval: output tokens per streamed output.
+        stream_interval: output tokens per streamed output, counted for each answer.
+        best_of: refused; vLLM has dropped it as well.
     """
 
     n: int = 1
@@ -78,9 +85,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, 1)
+        _check_int("n", self.n, 1, MAX_SAMPLES)
         _check_float("temperature", self.temperature, 0.0, 1e6)
         _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
@@ -99,6 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
+        if self.best_of is not None:
+            raise InvalidRequestError("best_of is not supported: ask for n answers and choose among them", param="best_of")
         _check_stop(self.stop)
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
@@ -240,7 +250,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One answer. `stop_reason` is the stop string or stop id that ended it, None for an end token."""
+    """One answer, the `index`-th of its request. `stop_reason` is the stop string or stop id that ended it, None for an end token."""
 
     index: int = 0
     text: str = ""
@@ -250,7 +260,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """What the engine has for a request so far, or (kind DELTA) since the last time."""
+    """What the engine has for a request so far, or (kind DELTA) since the last time.
+
+    `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended.
+    """
 
     request_id: str
     prompt: str | None

@@ -89,7 +89,7 @@ class Scheduler:
         self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget)
         self._unfinished: dict[str, Sequence] = {}
         self._in_flight: deque[ScheduledStep] = deque()
-        self._is_paused = False
+        self._is_paused = self._is_draining = False
 
     @property
     def num_waiting(self) -> int:
@@ -117,6 +117,11 @@ class Scheduler:
         return self._is_paused
 
     @property
+    def is_draining(self) -> bool:
+        """Whether nobody is let in until `resume`, and those that run go on."""
+        return self._is_draining
+
+    @property
     def next_deadline_s(self) -> float | None:
         """When, by the clock, `expire` may next have something to end; None without time limits."""
         return self._deadlines.next_s
@@ -140,18 +145,15 @@ class Scheduler:
             InvalidRequestError: the request id is in use, or the prompt can never run (see `check_fits`).
             QueueFullError: too much waits already.
         """
-        self.check_fits(sequence.num_prompt_tokens)
-        if sequence.request_id in self._unfinished:
-            raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
+        self._check_new(sequence)
         num_waiting_tokens = self._queue.num_prompt_tokens + self._samples.num_prompt_tokens
         self._limits.check_queue(sequence.num_prompt_tokens, self.num_waiting, num_waiting_tokens)
-        sequence.max_total_tokens = self._limits.max_total_tokens(sequence)
-        sequence.tables = self._pages.empty_tables()
-        self._unfinished[sequence.request_id] = sequence
-        self._queue.place(sequence, self._clock())
-        self._deadlines.add(sequence)
-        if not self._samples.holds(sequence):
-            self._queue.add(sequence)
+        self._enqueue(sequence, has_queue_limit=True)
+
+    def add_sample(self, sequence: Sequence) -> None:
+        """As `add`, for a further sample of a request whose first one was added just now: the limits of the queue were asked then."""
+        self._check_new(sequence)
+        self._enqueue(sequence, has_queue_limit=False)
 
     def schedule(self) -> ScheduledStep | None:
         """Chooses the next step and allocates its pages, as if all earlier steps had run.
@@ -162,7 +164,7 @@ class Scheduler:
         if self._is_paused:
             return None
         draft = StepDraft()
-        displacer = self._admission.displace(draft, self._rows.preempt)
+        displacer = None if self._is_draining else self._admission.displace(draft, self._rows.preempt)
         partial = self._rows.take_one_token_each(draft, is_ahead=bool(self._in_flight))
         if partial or len(self._queue):
             draft.budget = self._prompt_budget(partial, len(draft.ones))
@@ -175,11 +177,15 @@ class Scheduler:
                 # Prompts in progress hold every page between them.
                 self._rows.preempt(victim, draft)
                 self._rows.take_chunks(partial, draft)
-            self._admission.admit(draft)
+            if not self._is_draining:
+                self._admission.admit(draft)
         if not draft.ones and not draft.chunks:
             if draft.preempted:
                 raise AssertionError(f"{draft.preempted} lost their pages and nobody got them")
             return None
+        for sequence in draft.admitted:
+            # Its prompt may have been in the prefix cache already.
+            self._free_followers(sequence)
         step = draft.step()
         self._in_flight.append(step)
         return step
@@ -213,7 +219,9 @@ class Scheduler:
             end = row.start + row.num_tokens
             if sequence.status is running:
                 sequence.num_confirmed_tokens = end
-                if row.start // page_size != end // page_size:
+                if row.start // page_size != end // page_size or (
+                    sequence.request.sample_group is not None and self._samples.is_waited_for(sequence)
+                ):
                     full.append(sequence)
             if row.samples:
                 sequence.num_pending_ids -= 1
@@ -268,11 +276,28 @@ class Scheduler:
 
     def pause(self) -> None:
         """Schedules nothing until `resume`; running sequences keep their pages, requests may be added and aborted."""
-        self._is_paused = True
+        self._is_paused, self._is_draining = True, False
+
+    def drain(self) -> None:
+        """Lets nobody in until `resume`; running sequences go on to their ends. Whoever is preempted meanwhile waits, too."""
+        self._is_paused, self._is_draining = False, True
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
-        self._is_paused = False
+        """Goes on after `pause` or `drain`."""
+        self._is_paused = self._is_draining = False
+
+    def evict_running(self) -> tuple[Sequence, ...]:
+        """Takes the pages of all that run; they are computed again later. An operator's wish does not count as a preemption.
+
+        Returns:
+            Those that lost their pages. They keep their answers and their places in the queue.
+        """
+        draft = StepDraft()
+        for sequence in reversed(tuple(self._running.sequences)):
+            num_preemptions = sequence.num_preemptions
+            self._rows.preempt(sequence, draft)
+            sequence.num_preemptions = num_preemptions
+        return tuple(draft.preempted)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages; what unfinished sequences have computed so far is never shared either."""
@@ -283,6 +308,7 @@ class Scheduler:
         pages, running = self._pages, self._running
         pages.check([table for sequence in running.sequences for table in sequence.tables])
         running.check()
+        self._samples.check()
         for sequence in running.sequences:
             assert sequence.status is SequenceStatus.RUNNING, f"{sequence} is among the running"
             for group, table in zip(pages.groups, sequence.tables, strict=True):
@@ -302,6 +328,20 @@ class Scheduler:
         if not self._in_flight:
             assert not any(sequence.num_pending_ids for sequence in self.sequences), "an id is pending and no step is in flight"
 
+    def _check_new(self, sequence: Sequence) -> None:
+        self.check_fits(sequence.num_prompt_tokens)
+        if sequence.request_id in self._unfinished:
+            raise InvalidRequestError(f"The request id {sequence.request_id!r} is already in use", param="request_id")
+
+    def _enqueue(self, sequence: Sequence, *, has_queue_limit: bool) -> None:
+        sequence.max_total_tokens = self._limits.max_total_tokens(sequence)
+        sequence.tables = self._pages.empty_tables()
+        self._unfinished[sequence.request_id] = sequence
+        self._queue.place(sequence, self._clock())
+        self._deadlines.add(sequence, has_queue_limit=has_queue_limit)
+        if not self._samples.holds(sequence):
+            self._queue.add(sequence)
+
     def _prompt_budget(self, partial: list[Sequence], num_ones: int) -> int:
         if not self._budget.has_target:
             return self.max_num_batched_tokens - num_ones
@@ -317,8 +357,11 @@ class Scheduler:
         if sequence.num_confirmed_tokens <= sequence.num_prompt_tokens:
             # A page of a prompt is what others may be waiting for.
             self._running.version += 1
-            for follower in self._samples.freed_by_progress(sequence):
-                self._queue.add(follower)
+        self._free_followers(sequence)
+
+    def _free_followers(self, sequence: Sequence) -> None:
+        for follower in self._samples.freed_by_progress(sequence):
+            self._queue.add(follower)
 
     def _end(self, sequence: Sequence, *, commit: bool) -> None:
         """Takes a sequence with a `finish_reason` out of wherever it is."""

@@ -1,34 +1,42 @@
-"""Starting an engine from the options: resolve, load, pool, compile, ready; each phase is an event."""
+"""Starting an engine from the options. What can be refused without JAX is refused before the seconds that importing it takes."""
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
-
-import jax
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpaged import events
+from jaxpaged.clocks import Clocks
 from jaxpaged.config import Config
-from jaxpaged.engine import Clocks, Engine
-from jaxpaged.errors import ConfigError, MemoryBudgetError
-from jaxpaged.host_limits import available_cpus
-from jaxpaged.intake import MAX_EOS_IDS, Intake
-from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.sources import resolve
-from jaxpaged.model_loader import load_model
-from jaxpaged.model_runner import ModelRunner
-from jaxpaged.programs import Compiled, use_persistent_cache
-from jaxpaged.settings import decide_limits
 from jaxpaged.sinks import FanOut
-from jaxpaged.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpaged.engine import Engine
+    from jaxpaged.intake import Intake
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """Who is told how the start goes.
+
+    Attributes:
+        begun_s: monotonic time at which it began.
+    """
+
+    emit: events.Sink
+    clocks: Clocks
+    begun_s: float
+
+    def phase(self, name: str, message: str, done: int = 0, total: int = 0) -> None:
+        """Says what is done now, and how much of it is done."""
+        self.emit(events.PhaseChanged(time_s=self.clocks.wall(), phase=name, message=message, done=done, total=total))
 
 
 class Started(NamedTuple):
     """A ready engine and its door."""
 
-    engine: Engine
-    intake: Intake
+    engine: "Engine"
+    intake: "Intake"
 
 
 def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
@@ -37,105 +45,11 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
     Raises:
         JaxpagedError: what is wrong with the options, the model or the memory, in one sentence.
     """
-    begun = time.monotonic()
-    emit = FanOut(sinks)
-    clocks = Clocks()
-
-    def phase(name: str, message: str, done: int = 0, total: int = 0) -> None:
-        emit(events.PhaseChanged(time_s=clocks.wall(), phase=name, message=message, done=done, total=total))
-
+    emit, clocks = FanOut(sinks), Clocks()
+    report = StartReport(emit, clocks, clocks.monotonic())
     emit(events.HealthChanged(time_s=clocks.wall(), state="starting"))
-    phase("resolve", f"finding {config.model.model}")
+    report.phase("resolve", f"finding {config.model.model}")
     files = resolve(config.model)
-    is_gpu = jax.default_backend() == "gpu"
-    use_persistent_cache(_compile_cache_folder(config))
-    phase("load", f"loading {files.name}")
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template)
-    with _memory_budget():
-        model, texts = load_model(config.model, files, is_gpu=is_gpu)
-    limits = decide_limits(config, is_gpu=is_gpu, model_max_len=model.config.max_positions)
-    num_programs = len(limits.token_buckets)
-    num_from_cache = num_done = 0
+    from jaxpaged.build import build_engine
 
-    def on_compiled(program: Compiled) -> None:
-        nonlocal num_from_cache, num_done
-        num_done += 1
-        num_from_cache += program.from_cache
-        emit(
-            events.ProgramCompiled(
-                time_s=clocks.wall(), bucket_tokens=program.layout.num_tokens, seconds=program.seconds, from_cache=program.from_cache
-            )
-        )
-        phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
-
-    phase("pool", "allocating the page pool")
-    with _memory_budget():
-        runner = ModelRunner(
-            model,
-            limits=limits,
-            cache=config.cache,
-            num_ids=min(tokenizer.vocab_size, model.config.vocab),
-            max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
-            fits_context=config.model.max_model_len == "auto",
-            on_compiled=on_compiled,
-            before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
-        )
-    eos_token_ids = frozenset((*texts.eos_token_ids, *tokenizer.eos_token_ids))
-    if len(eos_token_ids) > MAX_EOS_IDS:
-        raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
-    intake = Intake(
-        tokenizer,
-        generation_config=texts.generation_config if config.model.generation_config == "auto" else {},
-        eos_token_ids=eos_token_ids,
-        vocab=model.config.vocab,
-        seed=config.model.seed,
-    )
-    engine = Engine(
-        runner,
-        tokenizer,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        max_in_flight=2 if config.scheduler.async_scheduling else 1,
-        policy=config.scheduler,
-        sink=emit,
-        clocks=clocks,
-    )
-    emit(
-        events.EngineStarted(
-            time_s=clocks.wall(),
-            model=files.name,
-            dtype=str(model.config.dtype),
-            num_pages=runner.num_pages,
-            page_size=runner.page_size,
-            pool_bytes=runner.pool_bytes,
-            weight_bytes=model.weight_bytes,
-            max_model_len=runner.limits.max_model_len,
-            max_num_seqs=runner.limits.max_num_seqs,
-            max_num_batched_tokens=runner.limits.max_num_batched_tokens,
-            seconds=time.monotonic() - begun,
-            num_programs=num_programs,
-        )
-    )
-    emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
-    return Started(engine, intake)
-
-
-@contextlib.contextmanager
-def _memory_budget() -> Iterator[None]:
-    """What the device has no memory for becomes a sentence."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first_line = str(error).splitlines()[0]
-        raise MemoryBudgetError(
-            f"the device has not enough memory for weights, page pool and step programs ({first_line}): "
-            "lower cache.memory, scheduler.max_num_batched_tokens or model.max_model_len, or take a smaller model"
-        ) from error
-
-
-def _compile_cache_folder(config: Config) -> Path | None:
-    wanted = config.compilation.cache_dir
-    if wanted is None:
-        return cache_home() / "programs"
-    return Path(wanted).expanduser() if wanted else None
+    return Started(*build_engine(config, files, report))

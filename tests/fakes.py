@@ -3,19 +3,17 @@
 SCRIPT   `ScriptRunner`: a runner without a model; the next id is a function of the row's history, which it reads back through the
          row's page table from what earlier steps wrote, so that a page given to two owners or read too early shows in the ids.
 FAIL     `FailingRunner`: any runner, with a step that raises or sleeps, or a row that comes back without an id.
-TINY     `start_tiny`: a real, tiny model on the CPU. `NarrowRunner` gives a compiled model smaller limits, so that one start serves
-         engines with other budgets, chunks and pools.
+NARROW   `NarrowRunner` gives a compiled model smaller limits, so that one start serves engines with other budgets, chunks and pools.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpaged import events
 from jaxpaged.batch import BatchLayout
-from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
+from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Intake, Prompt
@@ -23,8 +21,8 @@ from jaxpaged.kv_groups import FULL
 from jaxpaged.model_runner import Runner
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
+from jaxpaged.scheduler import DEFAULT_POLICY
 from jaxpaged.settings import StepLimits
-from jaxpaged.start import Started, start_engine
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
 
@@ -242,6 +240,7 @@ class Bench:
         tokenizer: the model's.
         eos_token_ids: end tokens of the model.
         enable_prefix_caching: as for `Engine`.
+        policy: as for `Engine`.
         max_in_flight: as for `Engine`; None: `default_in_flight`, which the fixture `in_flight` sets.
         canary: what the canary answered when the device was new; None asks it now.
         canary_prompt: what the canary asks.
@@ -257,6 +256,7 @@ class Bench:
         *,
         eos_token_ids: Iterable[int] = (),
         enable_prefix_caching: bool = True,
+        policy: SchedulerConfig = DEFAULT_POLICY,
         max_in_flight: int | None = None,
         canary: Canary | None = None,
         canary_prompt: Prompt = (5, 6, 7, 8),
@@ -269,6 +269,7 @@ class Bench:
             tokenizer,
             enable_prefix_caching=enable_prefix_caching,
             max_in_flight=max_in_flight or self.default_in_flight,
+            policy=policy,
             sink=self.events,
         )
         self.intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(eos_token_ids), vocab=runner.vocab, seed=0)
@@ -362,11 +363,13 @@ class Bench:
         """Received = rejected + queued; queued = finished + in flight, each exactly once; and somebody was told of each end."""
         queued = [event.request_id for event in self.events.of(events.RequestQueued)]
         finished = [event.request_id for event in self.events.of(events.RequestFinished)]
-        in_flight = [sequence.request_id for sequence in self.engine.scheduler.sequences]
+        in_flight = self.engine.unfinished_ids
         assert len(self.events.of(events.RequestReceived)) == len(self.events.of(events.RequestRejected)) + len(queued)
         assert sorted(queued) == sorted(finished + in_flight)
-        reasons = {event.request_id: event.reason for event in self.events.of(events.RequestFinished)}
-        assert reasons == {request_id: str(output.outputs[0].finish_reason) for request_id, output in self.last.items()}
+        for event in self.events.of(events.RequestFinished):
+            told = {str(answer.finish_reason) for output in self.outputs[event.request_id] for answer in output.outputs}
+            assert event.reason == next(reason for reason in ("error", "abort", "length", "stop") if reason in told)
+        assert sorted(self.last) == sorted(finished)
 
     def _take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -374,23 +377,3 @@ class Bench:
             self.outputs.setdefault(output.request_id, []).append(output)
             if output.finished:
                 self.last[output.request_id] = output
-
-
-def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **changes: Any) -> Config:
-    """Options of a small, quick engine; `changes` are fields of the sections by name, `dtype` and `cache_dtype` of model and cache."""
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"model": str(folder)},
-        "cache": {"memory": 1 * MIB, "dtype": cache_dtype},
-        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
-        "compilation": {"token_buckets": (4, 16, 64), "cache_dir": str(programs), "max_parallel": 2},
-    }
-    kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "compilation": CompilationConfig}
-    for name, value in changes.items():
-        section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__)
-        sections[section][name] = value
-    return Config(**{section: kind(**sections[section]) for section, kind in kinds.items()}, log=LogConfig(level="error"))
-
-
-def start_tiny(folder: Path, *, programs: Path, sinks: Sequence[events.Sink] = (), **changes: Any) -> Started:
-    """TINY: an engine over the model in `folder` (see `tests.tiny_model`), with compiled programs kept in `programs`."""
-    return start_engine(tiny_config(folder, programs=programs, **changes), sinks)

@@ -38,6 +38,17 @@ def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
     assert modules & set(HEAVY) == set()
 
 
+@pytest.mark.parametrize("argv", [["--model", "smolm2-135"], ["--model", "/no/such/file.gguf"], ["--model", "org/name", "--offline"]])
+def test_a_model_that_is_not_there_is_refused_before_jax_is_imported(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXPAGED_HOME", str(tmp_path))
+    status, modules = imported_by("generate", "hello", *argv)
+    assert status == 2
+    assert "jaxpaged" in modules
+    assert modules & {"jax", "jaxlib", "flax", "transformers"} == set()
+
+
 def test_help_names_every_command() -> None:
     for argv in ([], ["--help"], ["-h"], ["help"]):
         result = run_cli(*argv)

@@ -1,10 +1,12 @@
 """What the engine's tests share: one start of the real model, one of a tiny one, and the folder of their compiled programs."""
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jaxtyping
 import pytest
 
@@ -14,11 +16,18 @@ from jaxpaged.llm import LLM
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, check_ends, is_idle
-from tests.fakes import Bench, Canary, EventLog, NarrowRunner, start_tiny, tiny_config
+from tests.fakes import Bench, Canary, EventLog, NarrowRunner
 from tests.text.vocabularies import byte_level
+from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import write_tiny_llama
 
 REAL_BUCKETS = (4, 32, 128)
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays that jax keeps for anybody."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +152,7 @@ def async_llm(shared_async_llm: AsyncLLM, async_log: EventLog) -> Iterator[Async
     while not is_idle(shared_async_llm) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert is_idle(shared_async_llm)
-    assert shared_async_llm._mailboxes == {}
+    assert shared_async_llm._thread.mailboxes == {}
     shared_async_llm._engine.scheduler.check()
     check_ends(async_log)
 
@@ -155,8 +164,8 @@ def mortal(tiny_folder: Path, programs: Path, async_log: EventLog) -> Iterator[A
     llm = AsyncLLM(config=tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[async_log])
     yield llm
     llm.close()
-    assert not llm._thread.is_alive()
-    assert llm._mailboxes == {}
+    assert not llm._thread.is_alive
+    assert llm._thread.mailboxes == {}
     assert is_idle(llm)
     check_ends(async_log)
 

@@ -14,8 +14,9 @@ from jaxpaged.model_runner import Runner
 from jaxpaged.request import FinishReason, RequestOutputKind
 from jaxpaged.sampling import NO_ID
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import Bench, FailingRunner, History, ScriptRunner, free_talk, start_tiny
+from tests.fakes import Bench, FailingRunner, History, ScriptRunner, free_talk
 from tests.text.vocabularies import id_of
+from tests.tiny_engine import start_tiny
 from tests.tiny_model import save_safetensors, write_tiny_llama
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]
@@ -251,7 +252,7 @@ def test_what_a_failing_step_had_ready_is_delivered(script_tokenizer: Tokenizer)
         def close(self) -> None:
             pass
 
-    one.engine._sink = Broken()
+    one.engine._emit.sink = Broken()
     with pytest.raises(EngineDeadError, match="the sink broke its promise"):
         one.step()
     assert one.last[ends].outputs[0].finish_reason is FinishReason.LENGTH

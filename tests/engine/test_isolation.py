@@ -18,7 +18,8 @@ from jaxpaged.kv_cache import CacheShape, make_cache, write
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, SamplingParams
 from tests.engine.async_bench import params, run
-from tests.fakes import Bench, EventLog, FailingRunner, start_tiny, tiny_config
+from tests.fakes import Bench, EventLog, FailingRunner
+from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import save_safetensors, tiny_weights, write_tiny_llama
 
 pytestmark = pytest.mark.jax
@@ -73,7 +74,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_aborted_after_it(llm: LLM
     finally:
         gc.enable()
     assert llm.engine.num_unfinished == 0
-    assert llm._mail == {}
+    assert llm._turns.mail == {}
 
 
 def test_a_queue_that_is_full_refuses_the_whole_call(llm: LLM) -> None:
@@ -119,7 +120,7 @@ def test_who_waits_is_told_even_if_the_books_of_a_dead_engine_are_wrong(
                 assert [type(result) for result in results] == [EngineDeadError] * 3
 
             run(work)
-        assert llm._thread.is_alive()
+        assert llm._thread.is_alive
     assert len(log.of(events.EngineStopped)) == 1
 
 

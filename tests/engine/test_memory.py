@@ -1,6 +1,5 @@
 """How large the page pool becomes, what it is made of, and that all memory comes back."""
 
-import gc
 import json
 import os
 import subprocess
@@ -8,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,8 +16,9 @@ from jaxpaged.errors import MemoryBudgetError
 from jaxpaged.kv_cache import CPU_POOL_BYTES, DTYPES, CacheShape, DeviceMemory, count_pages
 from jaxpaged.models import llama
 from jaxpaged.start import Started
-from tests.engine.conftest import tiny_bench
-from tests.fakes import Bench, EventLog, start_tiny
+from tests.engine.conftest import live_bytes, tiny_bench
+from tests.fakes import Bench, EventLog
+from tests.tiny_engine import start_tiny
 from tests.tiny_model import save_safetensors, write_tiny_llama
 
 pytestmark = pytest.mark.jax
@@ -80,12 +79,6 @@ def test_a_pool_that_does_not_fit_leaves_nothing_behind(tiny_folder: Path, progr
     with pytest.raises(MemoryBudgetError):
         start_tiny(tiny_folder, programs=programs, memory=100)
     assert live_bytes() == before
-
-
-def live_bytes() -> int:
-    """Bytes of all arrays that jax keeps for anybody."""
-    gc.collect()
-    return sum(array.nbytes for array in jax.live_arrays())
 
 
 ONE_BUCKET = {"token_buckets": (16,), "max_num_batched_tokens": 16}

@@ -17,8 +17,9 @@ from jaxpaged.batch import BatchLayout, unpack
 from jaxpaged.config import ModelConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import resolve
-from jaxpaged.model_loader import load_model
+from jaxpaged.model_loader import describe_model, load_model
 from jaxpaged.model_runner import LoadedModel
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
@@ -32,7 +33,8 @@ MAX_SEQS = 8
 def load(path: Path, dtype: str = "float32") -> LoadedModel:
     """The model in a folder or file, as the engine loads it on a CPU."""
     config = ModelConfig(model=str(path), dtype=dtype)
-    return load_model(config, resolve(config), is_gpu=False)[0]
+    with open_checkpoint(resolve(config)) as checkpoint:
+        return load_model(checkpoint, describe_model(config, checkpoint, is_gpu=False))
 
 
 def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:

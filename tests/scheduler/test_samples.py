@@ -45,6 +45,16 @@ def test_samples_wait_for_the_prompt_of_the_first_and_share_its_pages() -> None:
     assert len({sequence.pages[5] for sequence in (first, *others)}) == 3
 
 
+def test_samples_of_a_prompt_that_is_cached_wait_for_one_step() -> None:
+    """The first finds all whole pages of the prompt, so that none fills up in its step: the others go on all the same."""
+    scheduler = make_scheduler(page_size=4, max_num_batched_tokens=64)
+    add(scheduler, "before", [3] * 23, max_tokens=1)
+    step(scheduler)
+    add_samples(scheduler, 23, 3, max_tokens=9)
+    assert rows_of(step(scheduler)) == [("x#0", 20, 3, True)]
+    assert ids_of(step(scheduler).admitted) == ["x#1", "x#2"]
+
+
 def test_other_requests_do_not_wait_for_a_group() -> None:
     scheduler = make_scheduler(page_size=4, max_num_batched_tokens=16)
     add_samples(scheduler, 23, 2)

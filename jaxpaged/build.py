@@ -1,0 +1,143 @@
+"""Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpaged import events
+from jaxpaged.admission_limits import reserve_pages_of
+from jaxpaged.config import Config
+from jaxpaged.engine import Engine
+from jaxpaged.errors import ConfigError
+from jaxpaged.host_limits import available_cpus
+from jaxpaged.intake import Intake
+from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
+from jaxpaged.kv_groups import PageArithmetic
+from jaxpaged.kv_layout import lay_out
+from jaxpaged.loading.cache_folder import cache_home
+from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.loading.sources import ModelFiles
+from jaxpaged.memory_errors import memory_budget
+from jaxpaged.model_loader import describe_model, load_model
+from jaxpaged.model_runner import LoadedModel, ModelRunner
+from jaxpaged.programs import Compiled, use_persistent_cache
+from jaxpaged.request import MAX_EOS_IDS
+from jaxpaged.settings import StepLimits, decide_limits
+from jaxpaged.start import StartReport
+from jaxpaged.tokenizer import Tokenizer
+
+
+def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
+    """A ready engine and its door; nothing is left behind when it fails.
+
+    Raises:
+        JaxpagedError: what is wrong with the options, the model or the memory, in one sentence.
+    """
+    emit, clocks, phase = report.emit, report.clocks, report.phase
+    is_gpu = jax.default_backend() == "gpu"
+    use_persistent_cache(_compile_cache_folder(config))
+    phase("load", f"loading {files.name}")
+    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
+    with open_checkpoint(files) as checkpoint:
+        described = describe_model(config.model, checkpoint, is_gpu=is_gpu)
+        eos_token_ids = frozenset((*described.eos_token_ids, *tokenizer.eos_token_ids))
+        if len(eos_token_ids) > MAX_EOS_IDS:
+            raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+        limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
+        _check_pool(config, described.config, limits)
+        with memory_budget():
+            model = load_model(checkpoint, described)
+
+    def load_again() -> LoadedModel:
+        with open_checkpoint(files) as checkpoint:
+            return load_model(checkpoint, described)
+
+    num_programs = len(limits.token_buckets)
+    num_from_cache = num_done = 0
+
+    def on_compiled(program: Compiled) -> None:
+        nonlocal num_from_cache, num_done
+        num_done += 1
+        num_from_cache += program.from_cache
+        emit(
+            events.ProgramCompiled(
+                time_s=clocks.wall(), bucket_tokens=program.layout.num_tokens, seconds=program.seconds, from_cache=program.from_cache
+            )
+        )
+        phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
+
+    phase("pool", "allocating the page pool")
+    with memory_budget():
+        runner = ModelRunner(
+            model,
+            limits=limits,
+            cache=config.cache,
+            num_ids=min(tokenizer.vocab_size, model.config.vocab),
+            max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
+            load_again=load_again,
+            fits_context=config.model.max_model_len == "auto",
+            on_compiled=on_compiled,
+            before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
+        )
+    intake = Intake(
+        tokenizer,
+        generation_config=described.generation_config if config.model.generation_config == "auto" else {},
+        eos_token_ids=eos_token_ids,
+        vocab=model.config.vocab,
+        seed=config.model.seed,
+    )
+    engine = Engine(
+        runner,
+        tokenizer,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_in_flight=2 if config.scheduler.async_scheduling else 1,
+        policy=config.scheduler,
+        sink=emit,
+        clocks=clocks,
+    )
+    emit(
+        events.EngineStarted(
+            time_s=clocks.wall(),
+            model=files.name,
+            dtype=str(model.config.dtype),
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            pool_bytes=runner.pool_bytes,
+            weight_bytes=model.weight_bytes,
+            max_model_len=runner.limits.max_model_len,
+            max_num_seqs=runner.limits.max_num_seqs,
+            max_num_batched_tokens=runner.limits.max_num_batched_tokens,
+            seconds=clocks.monotonic() - report.begun_s,
+            num_programs=num_programs,
+        )
+    )
+    emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
+    return engine, intake
+
+
+def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
+    """Refuses a pool that can hold nothing, or a reserve that leaves nothing of it, where its size is known before the weights are there.
+
+    Raises:
+        JaxpagedError: see `count_pages` and `reserve_pages_of`.
+    """
+    if config.cache.memory is None and device_memory(jax.devices()[0]) is not None:
+        return
+    arithmetic = PageArithmetic(lay_out(model.windows).groups, config.cache.page_size)
+    num_pages = count_pages(
+        config.cache,
+        cache_shape(model, config.cache),
+        least_pages=arithmetic.peak_pages(1),
+        most_pages=limits.most_pages(arithmetic),
+        device=None,
+        temporary_bytes=0,
+    )
+    reserve_pages_of(config.scheduler, num_pages - 1)
+
+
+def _compile_cache_folder(config: Config) -> Path | None:
+    wanted = config.compilation.cache_dir
+    if wanted is None:
+        return cache_home() / "programs"
+    return Path(wanted).expanduser() if wanted else None

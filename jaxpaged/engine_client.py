@@ -1,0 +1,46 @@
+"""What a server needs of an engine, and a request that has not begun."""
+
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Any, Protocol, runtime_checkable
+
+from jaxpaged.intake import Prompt
+from jaxpaged.request import RequestOutput, SamplingParams
+from jaxpaged.tokenizer import Tokenizer
+
+
+class Generation:
+    """A request that has not begun: await it for the last output, or iterate over all of them. Each use is a request of its own."""
+
+    def __init__(self, start: Callable[[bool], AsyncIterator[RequestOutput]]) -> None:
+        self._start = start
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self._last().__await__()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self._start(False)
+
+    async def _last(self) -> RequestOutput:
+        async for output in self._start(True):
+            if output.finished:
+                return output
+        raise AssertionError("a request ended without a last output")
+
+
+@runtime_checkable
+class EngineClient(Protocol):
+    """What a server needs of an engine."""
+
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+    ) -> Generation: ...
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def get_tokenizer(self) -> Tokenizer: ...
