@@ -83,8 +83,8 @@ class StepSink:
 def limits_for(seqs: int, max_model_len: int) -> StepLimits:
     """Buckets for a prompt and for decoding."""
     config = Config(
-        scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(512, seqs)),
-        compilation=CompilationConfig(token_buckets=(seqs, max(512, seqs))),
+        scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=max(512, 2 * seqs)),
+        compilation=CompilationConfig(token_buckets=(seqs, max(512, 2 * seqs))),
     )
     return decide_limits(config, is_gpu=False, model_max_len=max_model_len)
 
@@ -104,7 +104,12 @@ def tiny_runner(limits: StepLimits, tokenizer: Tokenizer) -> ModelRunner:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
     leaves, treedef = jax.tree.flatten(state)
     model = LoadedModel(llama, config, graphdef, treedef, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
-    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=64 * MIB), num_ids=tokenizer.vocab_size, max_parallel=2)
+    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=512 * MIB), num_ids=tokenizer.vocab_size, max_parallel=2)
+
+
+def most_output_tokens(*, seqs: int, steps: int, context: int) -> int:
+    """Enough for the first request to be there still when the last prompt is done, and `steps` later."""
+    return steps + 100 + seqs * context // max(256, seqs)
 
 
 def measure(runner: Any, tokenizer: Tokenizer, *, seqs: int, steps: int, context: int) -> dict[str, float]:
@@ -113,7 +118,12 @@ def measure(runner: Any, tokenizer: Tokenizer, *, seqs: int, steps: int, context
     engine = Engine(runner, tokenizer, max_in_flight=2, sink=sink, clocks=Clocks(monotonic=time.thread_time))
     intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(), vocab=runner.vocab, seed=0)
     params = SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=40, ignore_eos=True, max_tokens=steps + 100, output_kind=RequestOutputKind.DELTA
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        ignore_eos=True,
+        max_tokens=most_output_tokens(seqs=seqs, steps=steps, context=context),
+        output_kind=RequestOutputKind.DELTA,
     )
     for index in range(seqs):
         engine.add(intake.request([3 + index, *[40 + index] * (context - 1)], params, arrival_s=0.0))
@@ -153,12 +163,15 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = byte_level()
     limits = limits_for(args.seqs, args.max_model_len)
-    num_pages = args.seqs * (-(-(args.context + args.steps + 100) // 16)) + 64
+    sizes = {"seqs": args.seqs, "steps": args.steps, "context": args.context}
+    num_tokens = args.context + most_output_tokens(**sizes)
+    if num_tokens > args.max_model_len:
+        parser.error(f"prompts and answers take {num_tokens} tokens, more than --max-model-len")
+    num_pages = args.seqs * -(-num_tokens // 16) + 64
     runners = {
         "instant": InstantRunner(limits, page_size=16, num_pages=num_pages, vocab=tokenizer.vocab_size),
         "tiny model": tiny_runner(limits, tokenizer),
     }
-    sizes = {"seqs": args.seqs, "steps": args.steps, "context": args.context}
     figures = {name: measure(runner, tokenizer, **sizes) for name, runner in runners.items()}
     print(f"{'ms of CPU time':18}" + "".join(f"{name:>14}" for name in figures))
     for part in figures["instant"]:
