@@ -9,6 +9,22 @@ from jaxpaged.page_manager import PageManager
 from jaxpaged.sequence import Sequence, SequenceStatus
 
 
+def reserve_pages_of(policy: SchedulerConfig, num_usable: int) -> int:
+    """Pages that stay free for requests of a higher priority than the default, in a pool of `num_usable` pages.
+
+    Raises:
+        ConfigError: they leave no page for anybody else.
+    """
+    reserve_pages = num_usable // 100 if policy.reserve_pages is None else policy.reserve_pages
+    if reserve_pages >= num_usable:
+        raise ConfigError(
+            f"reserve_pages {reserve_pages} leaves nothing of a page pool of {num_usable} pages: lower it or give the pool more memory "
+            "(--cache.memory)",
+            param="scheduler.reserve_pages",
+        )
+    return reserve_pages
+
+
 class AdmissionLimits:
     """Limits that do not change while the engine runs.
 
@@ -26,13 +42,7 @@ class AdmissionLimits:
         self._policy = policy
         self.max_model_len = max_model_len
         num_usable = page_manager.num_usable
-        self.reserve_pages = num_usable // 100 if policy.reserve_pages is None else policy.reserve_pages
-        if self.reserve_pages >= num_usable:
-            raise ConfigError(
-                f"reserve_pages {self.reserve_pages} leaves nothing of a page pool of {num_usable} pages: lower it or give the pool "
-                "more memory (--cache.memory)",
-                param="scheduler.reserve_pages",
-            )
+        self.reserve_pages = reserve_pages_of(policy, num_usable)
         # The last token of an answer is never computed, so it needs no place in the pool.
         self._most_total_tokens = min(max_model_len, page_manager.arithmetic.most_tokens(num_usable, max_model_len) + 1)
 

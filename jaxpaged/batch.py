@@ -1,4 +1,4 @@
-"""One step's inputs: packing scheduled sequences into the arrays of a bucket, and the words for array axes.
+"""One step's inputs: the arrays of a bucket, how they travel, and the words for array axes.
 
 Axes (every annotated array of the project uses these words and no others):
 
@@ -18,18 +18,17 @@ Axes (every annotated array of the project uses these words and no others):
     rows        rows of anything that sequences or tokens were gathered into
     blocks      tiles of work inside a kernel
     slots       places of running sequences in the device's state
+    groups      KV groups: layers that share page tables
     chunk       positions that a kernel walks at once
     banned      token ids that a row may not choose
     in          inputs of a linear map
     out         outputs of a linear map
     blob        numbers of a packed step
 
-Everything a step needs travels to the device as one int32 array, the blob (`pack`); the step program takes it apart (`unpack`).
-A blob is a fresh array each step: an aligned numpy argument is used in place on CPU, so writing to it later would change a
-running step.
+Everything a step needs travels to the device as one int32 array, the blob (`StepPacker` fills it); the step program takes it
+apart (`unpack`).
 """
 
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import jax
@@ -39,8 +38,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxpaged.request import MAX_EOS_IDS, MAX_STOP_TOKEN_IDS
-from jaxpaged.scheduled_step import ScheduledRow
-from jaxpaged.sequence import NO_SLOT
 
 MAX_BANNED_IDS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS
 """End and stop ids of a row that `min_tokens` keeps away."""
@@ -62,14 +59,15 @@ class StepBatch(NamedTuple):
     """The arrays of one step. Tokens from `cu_q_lens[-1]` on, and sequences of `kv_lens` 0, are padding.
 
     A token whose `source_slots` is not negative is the id last sampled into that slot, which the host need not know yet.
+    Each KV group has page tables of its own, and places of its own that a token is written to.
     """
 
     token_ids: Int32[Array, "tokens"]
     source_slots: Int32[Array, "tokens"]
     positions: Int32[Array, "tokens"]
-    write_pages: Int32[Array, "tokens"]
+    write_pages: Int32[Array, "groups tokens"]
     write_offsets: Int32[Array, "tokens"]
-    page_tables: Int32[Array, "seqs max_pages"]
+    page_tables: Int32[Array, "groups seqs max_pages"]
     kv_lens: Int32[Array, "seqs"]
     cu_q_lens: Int32[Array, "seqs+1"]
     sample_tokens: Int32[Array, "seqs"]
@@ -86,18 +84,18 @@ class BatchLayout(NamedTuple):
     page_size: int
     num_pages: int
     num_slots: int
+    num_groups: int = 1
 
     @property
     def fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of each array, in the order in which they lie in the blob."""
+        """Name and shape of each array, in the order in which they lie in the blob; the page tables, which can be large, are last."""
         tokens, seqs = self.num_tokens, self.num_seqs
         return (
             ("token_ids", (tokens,)),
             ("source_slots", (tokens,)),
             ("positions", (tokens,)),
-            ("write_pages", (tokens,)),
+            ("write_pages", (self.num_groups, tokens)),
             ("write_offsets", (tokens,)),
-            ("page_tables", (seqs, self.max_pages)),
             ("kv_lens", (seqs,)),
             ("cu_q_lens", (seqs + 1,)),
             ("sample_tokens", (seqs,)),
@@ -109,6 +107,7 @@ class BatchLayout(NamedTuple):
             ("seed", (seqs, 2)),
             ("position", (seqs,)),
             ("banned_ids", (seqs, MAX_BANNED_IDS)),
+            ("page_tables", (self.num_groups, seqs, self.max_pages)),
         )
 
     @property
@@ -117,96 +116,20 @@ class BatchLayout(NamedTuple):
         return sum(int(np.prod(shape)) for _, shape in self.fields)
 
 
-_FLOATS = frozenset({"temperature", "top_p", "min_p"})
-_UNSIGNED = frozenset({"seed"})
-
-
-def _views(blob: np.ndarray, layout: BatchLayout) -> dict[str, np.ndarray]:
-    views, start = {}, 0
-    for name, shape in layout.fields:
-        size = int(np.prod(shape))
-        part = blob[start : start + size].reshape(shape)
-        views[name] = part.view(np.float32) if name in _FLOATS else part.view(np.uint32) if name in _UNSIGNED else part
-        start += size
-    return views
-
-
-def pack(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) -> np.ndarray:
-    """Returns the blob of a step: int32 [layout.blob_size].
-
-    Args:
-        rows: what the scheduler chose; their tokens together are at most `layout.num_tokens`.
-        layout: the bucket.
-        no_token: an id beyond the vocabulary, which fills the unused banned ids.
-    """
-    blob = np.zeros(layout.blob_size, np.int32)
-    view = _views(blob, layout)
-    view["banned_ids"].fill(no_token)
-    view["source_slots"].fill(NO_SLOT)
-    view["target_slots"].fill(layout.num_slots)  # beyond the slots: dropped
-    # Padding tokens write to distinct pages beyond the pool, which the device drops.
-    view["write_pages"][:] = np.arange(layout.num_pages, layout.num_pages + layout.num_tokens)
-    page_size = layout.page_size
-    at = 0
-    for index, row in enumerate(rows):
-        sequence, count = row.sequence, row.num_tokens
-        start, end = row.start, row.start + count
-        here = slice(at, at + count)
-        pages = np.asarray(sequence.pages, np.int32)
-        view["page_tables"][index, : len(pages)] = pages
-        if count == 1:
-            if row.takes_from_slot:
-                view["source_slots"][at] = row.slot
-            else:
-                view["token_ids"][at] = sequence.token_ids[start]
-            view["positions"][at] = start
-            view["write_pages"][at] = pages[start // page_size]
-            view["write_offsets"][at] = start % page_size
-        else:
-            positions = np.arange(start, end, dtype=np.int32)
-            view["token_ids"][here] = sequence.token_ids[start:end]
-            view["positions"][here] = positions
-            view["write_pages"][here] = pages[positions // page_size]
-            view["write_offsets"][here] = positions % page_size
-        view["kv_lens"][index] = end
-        at += count
-        view["cu_q_lens"][index + 1] = at
-        view["sample_tokens"][index] = at - 1
-        if row.samples:
-            view["target_slots"][index] = row.slot
-        _pack_sampling(view, index, row, end)
-    view["cu_q_lens"][len(rows) + 1 :] = at
-    return blob
-
-
-def _pack_sampling(view: dict[str, np.ndarray], index: int, row: ScheduledRow, position: int) -> None:
-    request = row.sequence.request
-    params = request.params
-    if params.is_greedy:
-        view["top_p"][index] = 1.0
-    else:
-        assert params.temperature is not None
-        view["temperature"][index] = params.temperature
-        view["top_k"][index] = max(params.top_k or 0, 0)
-        view["top_p"][index] = 1.0 if params.top_p is None else params.top_p
-        view["min_p"][index] = params.min_p or 0.0
-        view["seed"][index] = (request.seed & 0xFFFFFFFF, request.seed >> 32)
-    view["position"][index] = position
-    if position - row.sequence.num_prompt_tokens < params.min_tokens:
-        banned = [*request.eos_token_ids, *(params.stop_token_ids or ())]
-        view["banned_ids"][index, : len(banned)] = banned
+FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p"})
+UNSIGNED_FIELDS = frozenset({"seed"})
 
 
 def unpack(blob: Int32[Array, "blob"], layout: BatchLayout) -> StepBatch:
-    """Takes the blob apart on the device; the inverse of `pack`'s layout."""
+    """Takes the blob apart on the device."""
     arrays: dict[str, jax.Array] = {}
     start = 0
     for name, shape in layout.fields:
         size = int(np.prod(shape))
         part = lax.slice(blob, (start,), (start + size,)).reshape(shape)
-        if name in _FLOATS:
+        if name in FLOAT_FIELDS:
             part = lax.bitcast_convert_type(part, np.float32)
-        elif name in _UNSIGNED:
+        elif name in UNSIGNED_FIELDS:
             part = lax.bitcast_convert_type(part, np.uint32)
         arrays[name] = part
         start += size

@@ -1,15 +1,20 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxpaged import events
+from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake
+from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
+from jaxpaged.kv_groups import PageArithmetic
+from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import ModelFiles
@@ -18,7 +23,7 @@ from jaxpaged.model_loader import describe_model, load_model
 from jaxpaged.model_runner import LoadedModel, ModelRunner
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
-from jaxpaged.settings import decide_limits
+from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
 from jaxpaged.tokenizer import Tokenizer
 
@@ -33,13 +38,14 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     is_gpu = jax.default_backend() == "gpu"
     use_persistent_cache(_compile_cache_folder(config))
     phase("load", f"loading {files.name}")
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template)
+    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
     with open_checkpoint(files) as checkpoint:
         described = describe_model(config.model, checkpoint, is_gpu=is_gpu)
         eos_token_ids = frozenset((*described.eos_token_ids, *tokenizer.eos_token_ids))
         if len(eos_token_ids) > MAX_EOS_IDS:
             raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
         limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
+        _check_pool(config, described.config, limits)
         with memory_budget():
             model = load_model(checkpoint, described)
 
@@ -109,6 +115,26 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return engine, intake
+
+
+def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
+    """Refuses a pool that can hold nothing, or a reserve that leaves nothing of it, where its size is known before the weights are there.
+
+    Raises:
+        JaxpagedError: see `count_pages` and `reserve_pages_of`.
+    """
+    if config.cache.memory is None and device_memory(jax.devices()[0]) is not None:
+        return
+    arithmetic = PageArithmetic(lay_out(model.windows).groups, config.cache.page_size)
+    num_pages = count_pages(
+        config.cache,
+        cache_shape(model, config.cache),
+        least_pages=arithmetic.peak_pages(1),
+        most_pages=limits.most_pages(arithmetic),
+        device=None,
+        temporary_bytes=0,
+    )
+    reserve_pages_of(config.scheduler, num_pages - 1)
 
 
 def _compile_cache_folder(config: Config) -> Path | None:

@@ -6,23 +6,19 @@ escapes, `break` and `continue`, `{% generation %}` blocks, and the variables `m
 `add_generation_prompt`, `bos_token`, `eos_token`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2 import TemplateError
 
 from jaxpaged.errors import ChatTemplateError, ConfigError
+from jaxpaged.template_sandbox import RefusalError, TemplateEnvironment
+from jaxpaged.time_limit import TimeUpError, run_within
 
 _RESERVED: Final = ("messages", "add_generation_prompt", "bos_token", "eos_token")
 _MAX_DEPTH: Final = 64
+TIMEOUT_S: Final = 2.0
 # Marks where the message to be continued ends. A template that trims its messages cannot trim what comes before the mark.
 _CONTINUE_HERE: Final = "\U000fff00CONTINUE_HERE\U000fff01"
 
@@ -30,12 +26,13 @@ _CONTINUE_HERE: Final = "\U000fff00CONTINUE_HERE\U000fff01"
 class ChatTemplate:
     """A template, compiled once; `render` may be called from several threads."""
 
-    def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
-        """Compiles the template. Raises ChatTemplateError when its syntax is wrong."""
+    def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Compiles the template; one rendering takes at most `timeout_s`. Raises ChatTemplateError when its syntax is wrong."""
         self.source: Final = source
+        self.timeout_s = timeout_s
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = _environment().from_string(source)
+            self._template = TemplateEnvironment().from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the chat template cannot be compiled: {_sentence(error)}", param="chat_template") from error
 
@@ -57,7 +54,7 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the messages are malformed, the template refuses them (its own sentence is passed on) or fails on
-                them, both flags are set, or a variable would hide one of the template's own.
+                them, takes too long or too much memory, both flags are set, or a variable would hide one of the template's own.
         """
         if add_generation_prompt and continue_final_message:
             raise ChatTemplateError("add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message")
@@ -82,8 +79,14 @@ class ChatTemplate:
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         is_set = {name: value for name, value in variables.items() if value is not None or name not in self._tokens}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **is_set)
-        except _Refusal as refusal:
+            return run_within(
+                self.timeout_s, lambda: self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **is_set)
+            )
+        except TimeUpError:
+            raise ChatTemplateError(
+                f"the chat template takes more than {self.timeout_s:g} s for these messages", param="messages"
+            ) from None
+        except RefusalError as refusal:
             raise ChatTemplateError(str(refusal), param="messages") from refusal
         except Exception as error:  # a template can raise anything its expressions can
             raise ChatTemplateError(f"the chat template cannot show these messages: {_sentence(error)}", param="messages") from error
@@ -175,75 +178,3 @@ def _kind(value: Any) -> str:
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
-
-
-class _Refusal(TemplateError):
-    """The template called `raise_exception`."""
-
-
-def _raise_exception(message: Any) -> None:
-    raise _Refusal(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _TemplateDict:
-    """`dict(...)` for templates, without the attributes of the class."""
-
-    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
-        return dict(*args, **items)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _TemplateNamespace(Namespace):
-    """`namespace(...)` for templates: names beginning with an underscore lead to Python's internals and are refused."""
-
-    def __init__(*args: Any, **attributes: Any) -> None:
-        # Jinja's own signature, so that a template may call an attribute `self`.
-        self, *rest = args
-        items = dict(*rest, **attributes)
-        for name in items:
-            _refuse_internal(name)
-        Namespace.__init__(self, items)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_internal(name)
-        Namespace.__setitem__(self, name, value)
-
-
-def _refuse_internal(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template must not use the name {name!r}")
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model was trained to write; here it is just its content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_TemplateDict(), namespace=_TemplateNamespace
-    )
-    return environment

@@ -59,6 +59,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     load_format: Annotated[Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone")] = "auto"
     quantization: Annotated[str | None, _doc("weight quantization; none so far, anything else is refused")] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
+    template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0
     generation_config: Annotated[
         Literal["auto", "neutral", "vllm"], _doc("auto: unset sampling values come from the model's generation_config.json")
     ] = "auto"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpaged import events
-from jaxpaged.batch import pack
 from jaxpaged.clocks import REAL_CLOCKS, Clocks, Timer
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine_control import EngineControl
@@ -19,6 +18,7 @@ from jaxpaged.page_manager import PageManager
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
 from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledStep, Scheduler
+from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
 
 
@@ -70,7 +70,7 @@ class Engine:
     ) -> None:
         self.runner, self.clocks = runner, clocks
         self._emit = EngineEvents(sink, clocks)
-        self.pages = PageManager(runner.num_pages, runner.page_size, enable_prefix_caching)
+        self.pages = PageManager(runner.num_pages, runner.page_size, enable_prefix_caching, runner.kv_groups)
         limits = runner.limits
         self.scheduler = Scheduler(
             self.pages,
@@ -81,6 +81,7 @@ class Engine:
             policy=policy,
             token_buckets=limits.token_buckets,
         )
+        self._packer = StepPacker(runner.layout_for(1), runner.vocab)
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_StartedStep] = deque()
         self._requests = OpenRequests(self.scheduler, tokenizer, self._emit, clocks)
@@ -197,7 +198,7 @@ class Engine:
         schedule_s = timer.lap()
         num_tokens = sum(row.num_tokens for row in step.rows)
         layout = self.runner.layout_for(num_tokens)
-        blob = pack(step.rows, layout, no_token=self.runner.vocab)
+        blob = self._packer.pack(step.rows, layout)
         pack_s, started_s = timer.lap(), timer.last
         ids = self.runner.run(layout, blob)
         # Handing over takes no time on a device, and the whole step on a runner that waits.

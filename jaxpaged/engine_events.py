@@ -138,6 +138,7 @@ class EngineEvents:
                 num_pages_cached=pages.num_cached_idle,
                 prefix_queries_tokens=step.prefix_queries_tokens,
                 prefix_hits_tokens=step.prefix_hits_tokens,
+                prefill_recompute_tokens=step.prefill_recompute_tokens,
                 decision=step.decision,
                 **times._asdict(),
             )

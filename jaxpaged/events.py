@@ -118,7 +118,11 @@ class RequestFinished(_Event):
 
 
 class StepFinished(_Event):
-    """One engine step: what ran, how full, and where the time went (seconds)."""
+    """One engine step: what ran, how full, and where the time went (seconds).
+
+    `prefix_hits_tokens` of the `prefix_queries_tokens` prompt tokens of first admissions were found in the prefix cache;
+    `prefill_recompute_tokens` are computed again after a preemption, and are no misses. `decision` says why so many were admitted.
+    """
 
     step: int
     bucket_tokens: int
@@ -139,6 +143,7 @@ class StepFinished(_Event):
     detokenize_s: float
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    prefill_recompute_tokens: int = 0
     decision: str = ""
 
 

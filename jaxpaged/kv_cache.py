@@ -1,6 +1,6 @@
 """The page pool on the device, and how many pages fit in the memory given."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.config import MIB, CacheConfig
 from jaxpaged.errors import MemoryBudgetError
+from jaxpaged.kv_layout import lay_out
 
 CPU_POOL_BYTES = 512 * MIB
 GPU_RESERVE_FRACTION = 0.03
@@ -31,7 +32,7 @@ class KVCache(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What decides the size of a page."""
+    """What decides the size of a page. `layers`: those of one KV group, which are the pool's."""
 
     layers: int
     kv_heads: int
@@ -41,7 +42,7 @@ class CacheShape(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: keys and values of all layers."""
+        """Bytes of one page: keys and values of one KV group's layers."""
         return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
 
@@ -50,6 +51,12 @@ class DeviceMemory(NamedTuple):
 
     limit_bytes: int
     in_use_bytes: int
+
+
+def cache_shape(model: Any, cache: CacheConfig) -> CacheShape:
+    """The shape of a model's pages; `model` is its family's `Config`."""
+    dtype = model.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
+    return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype)
 
 
 def make_cache(shape: CacheShape, num_pages: int) -> KVCache:
@@ -84,6 +91,7 @@ def count_pages(
     config: CacheConfig,
     shape: CacheShape,
     *,
+    least_pages: int,
     most_pages: int,
     device: DeviceMemory | None,
     temporary_bytes: int,
@@ -93,12 +101,13 @@ def count_pages(
     Args:
         config: the budget (`memory`) or the share of the GPU (`gpu_memory_utilization`).
         shape: what decides the size of a page.
+        least_pages: what a sequence of one token takes.
         most_pages: more than this is never of use; it bounds the default budget of tiny models.
         device: limit and use of a GPU after the weights were loaded; None on CPU.
         temporary_bytes: scratch memory of the largest step program.
 
     Raises:
-        MemoryBudgetError: not even one usable page fits.
+        MemoryBudgetError: fewer than `least_pages` usable pages fit.
     """
     if config.memory is not None:
         budget = config.memory
@@ -111,10 +120,10 @@ def count_pages(
     num_pages = budget // shape.page_bytes
     if config.memory is None:
         num_pages = min(num_pages, most_pages + 1)
-    if num_pages < 2:
+    if num_pages < 1 + least_pages:
         raise MemoryBudgetError(
-            f"the page pool gets {max(budget, 0)} bytes and one page needs {shape.page_bytes}: at least two pages are needed; "
-            f"raise cache.memory or lower cache.page_size ({shape.page_size})"
+            f"the page pool gets {max(budget, 0)} bytes and one page needs {shape.page_bytes}: at least {1 + least_pages} pages are "
+            f"needed; raise cache.memory or lower cache.page_size ({shape.page_size})"
         )
     return int(num_pages)
 

@@ -72,6 +72,7 @@ class _Interval(msgspec.Struct):
     num_preempted: int = 0
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
+    prefill_recompute_tokens: int = 0
 
 
 class LogFormatter:
@@ -153,6 +154,7 @@ class LogFormatter:
         sums.num_preempted += event.num_preempted
         sums.prefix_queries_tokens += event.prefix_queries_tokens
         sums.prefix_hits_tokens += event.prefix_hits_tokens
+        sums.prefill_recompute_tokens += event.prefill_recompute_tokens
         self._last_step = event
         if self._interval_began_s is None or not follows:
             self._interval_began_s = event.time_s - step_s
@@ -188,6 +190,8 @@ class LogFormatter:
         )
         if sums.num_preempted:
             text += f"; preempted {sums.num_preempted}"
+        if sums.prefill_recompute_tokens:
+            text += f"; {sums.prefill_recompute_tokens} tokens computed again"
         self._sums = _Interval()
         self._interval_began_s = time_s
         return [LogLine(time_s, Level.INFO, text)]

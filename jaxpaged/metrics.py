@@ -56,6 +56,7 @@ class EngineMetrics:
                 self._count("jaxpaged_preemptions_total", event.num_preempted)
                 self._count("jaxpaged_prefix_cache_queries_total", event.prefix_queries_tokens)
                 self._count("jaxpaged_prefix_cache_hits_total", event.prefix_hits_tokens)
+                self._count("jaxpaged_prefill_recompute_tokens_total", event.prefill_recompute_tokens)
                 self._take_load(event)
             case events.LoadChanged():
                 self._take_load(event)

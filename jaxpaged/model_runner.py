@@ -9,16 +9,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from jaxpaged.batch import BatchLayout, pack, take_ids_from_slots, unpack
+from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_memory
-from jaxpaged.kv_cache import DTYPES, CacheShape, KVCache, count_pages, device_memory, make_cache
+from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
+from jaxpaged.kv_groups import KVGroup, PageArithmetic
+from jaxpaged.kv_layout import lay_out
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
 from jaxpaged.sampling import sample
 from jaxpaged.settings import StepLimits
+from jaxpaged.step_packer import pack_alone
 
 
 @runtime_checkable
@@ -29,6 +32,7 @@ class Runner(Protocol):
     page_size: int
     num_pages: int
     vocab: int
+    kv_groups: tuple[KVGroup, ...]
 
     def layout_for(self, num_tokens: int) -> BatchLayout: ...
 
@@ -104,10 +108,11 @@ class ModelRunner:
         self._model, self._num_ids = model, num_ids
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
-        dtype = model.config.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
-        self.cache_shape = CacheShape(model.config.layers, model.config.kv_heads, model.config.head_dim, cache.page_size, dtype)
+        self.cache_shape = cache_shape(model.config, cache)
+        self.kv_groups = lay_out(model.config.windows).groups
+        arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
         device = device_memory(jax.devices()[0])
-        self._max_pages = -(-limits.max_model_len // cache.page_size)
+        self._max_pages = arithmetic.pages_for(limits.max_model_len)
         self.num_pages = 2
         scratch = 0
         if device is not None and cache.memory is None:
@@ -117,14 +122,16 @@ class ModelRunner:
         self.num_pages = count_pages(
             cache,
             self.cache_shape,
-            most_pages=2 * limits.max_num_seqs * self._max_pages,
+            least_pages=arithmetic.peak_pages(1),
+            most_pages=limits.most_pages(arithmetic),
             device=device,
             temporary_bytes=scratch,
         )
+        fitting = arithmetic.most_tokens(self.num_pages - 1, limits.max_model_len)
         if fits_context:
-            fitting = min(limits.max_model_len, (self.num_pages - 1) * cache.page_size)
             self.limits = limits._replace(max_model_len=fitting)
-            self._max_pages = -(-fitting // cache.page_size)
+        # No page table gets longer, however long the context may be.
+        self._max_pages = arithmetic.pages_for(fitting)
         self._state: DeviceState | None = self._new_state()
         self.layouts = tuple(self._layout(bucket) for bucket in limits.token_buckets)
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
@@ -223,7 +230,15 @@ class ModelRunner:
         return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(self.limits.max_num_seqs, jnp.int32))
 
     def _layout(self, bucket: int) -> BatchLayout:
-        return BatchLayout(bucket, self.limits.rows_of(bucket), self._max_pages, self.page_size, self.num_pages, self.limits.max_num_seqs)
+        return BatchLayout(
+            bucket,
+            self.limits.rows_of(bucket),
+            self._max_pages,
+            self.page_size,
+            self.num_pages,
+            self.limits.max_num_seqs,
+            len(self.kv_groups),
+        )
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         graphdef, treedef, num_ids = self._model.graphdef, self._model.treedef, self._num_ids
@@ -246,4 +261,4 @@ class ModelRunner:
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""
-        return pack((), layout, self.vocab)
+        return pack_alone((), layout, self.vocab)

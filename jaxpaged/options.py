@@ -179,7 +179,19 @@ def validate(config: Config) -> None:
     for is_refused, path, message in refusals:
         if is_refused:
             raise ConfigError(message, param=path)
-    buckets, budget = config.compilation.token_buckets, config.scheduler.max_num_batched_tokens
+    scheduler, page_size = config.scheduler, config.cache.page_size
+    buckets, budget = config.compilation.token_buckets, scheduler.max_num_batched_tokens
+    if budget is not None and budget < page_size:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens {budget} is under one page of {page_size} tokens; raise it, or lower cache.page_size",
+            param="scheduler.max_num_batched_tokens",
+        )
+    if budget is not None and scheduler.max_num_seqs is not None and scheduler.max_num_seqs > budget:
+        raise ConfigError(
+            f"scheduler.max_num_seqs {scheduler.max_num_seqs} is over scheduler.max_num_batched_tokens {budget}, and every sequence of a "
+            "step takes a token at least; lower it, or raise the budget",
+            param="scheduler.max_num_seqs",
+        )
     if buckets is not None and not buckets:
         raise ConfigError("compilation.token_buckets must hold at least one token count, or be none", param="compilation.token_buckets")
     if buckets and budget is not None and max(buckets) < budget:

@@ -1,7 +1,7 @@
 """Which page holds which tokens: the digests behind the prefix cache.
 
 A page's digest is SHA-256 over (digest of the page before it, its token ids), so it names the whole prefix up to its end.
-The first page's parent is the digest of the tagged extras (a salt), so that two salts never meet. Digests are never cut
+The first page's parent is the digest of the tagged extras (salt, adapter), so that two salts never meet. Digests are never cut
 short: equal digests are taken as equal prefixes. A page belongs to one KV group, so what is looked up is (group, digest).
 """
 
@@ -13,12 +13,13 @@ PrefixKey = tuple[int, bytes]
 """KV group and digest."""
 
 
-def root_digest(salt: str | None) -> bytes:
+def root_digest(salt: str | None, adapter: str | None = None) -> bytes:
     """The parent of a first page. Each extra is tagged and carries its length, so that no two lists of extras run together."""
     root = hashlib.sha256(b"jaxpaged prefix 1")
-    if salt is not None:
-        encoded = salt.encode("utf-8", "surrogatepass")
-        root.update(b"salt" + len(encoded).to_bytes(8, "little") + encoded)
+    for tag, extra in ((b"salt", salt), (b"adapter", adapter)):
+        if extra is not None:
+            encoded = extra.encode("utf-8", "surrogatepass")
+            root.update(tag + len(encoded).to_bytes(8, "little") + encoded)
     return root.digest()
 
 
@@ -32,15 +33,16 @@ class PrefixChain:
 
     Attributes:
         salt: only sequences with the same salt share pages.
+        adapter: name of what is added to the weights; only sequences with the same one share pages.
         digests: of its first pages, as far as they were needed, so that no page is hashed twice.
         generation: that of the cache when its pages were matched. What is computed after a page of an older generation is
             itself of the older generation, and never shared.
     """
 
-    __slots__ = ("digests", "generation", "salt")
+    __slots__ = ("adapter", "digests", "generation", "salt")
 
-    def __init__(self, salt: str | None = None) -> None:
-        self.salt = salt
+    def __init__(self, salt: str | None = None, adapter: str | None = None) -> None:
+        self.salt, self.adapter = salt, adapter
         self.digests: list[bytes] = []
         self.generation = 0
 
@@ -48,7 +50,7 @@ class PrefixChain:
         """Makes sure that there are `num_pages` digests. Earlier ones are believed: a sequence's token ids only ever grow."""
         digests = self.digests
         for index in range(len(digests), num_pages):
-            parent = digests[-1] if digests else root_digest(self.salt)
+            parent = digests[-1] if digests else root_digest(self.salt, self.adapter)
             digests.append(page_digest(parent, token_ids[index * page_size : (index + 1) * page_size]))
 
 

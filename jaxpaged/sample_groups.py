@@ -44,7 +44,7 @@ class SampleGroups:
         return group is not None and self._leaders.get(group) is sequence
 
     def freed_by_progress(self, sequence: Sequence) -> list[Sequence]:
-        """Followers that may be queued now, since `sequence` has computed the whole pages of its prompt."""
+        """Followers that may be queued now, since the whole pages of the prompt of `sequence` are computed, by it or by others before."""
         group = sequence.request.sample_group
         if group is None or self._leaders.get(group) is not sequence or sequence.num_confirmed_tokens < self._num_shared_tokens(sequence):
             return []
@@ -69,6 +69,16 @@ class SampleGroups:
             return []
         leader = self._leaders[group] = followers.pop(0)
         return self._count([leader], -1)
+
+    def check(self) -> None:
+        """Raises AssertionError if a sequence is held back and has nothing to wait for."""
+        for group, followers in self._followers.items():
+            leader = self._leaders.get(group)
+            assert leader is not None, f"{followers} wait for nobody"
+            assert not leader.is_finished, f"{followers} wait for {leader}, which has ended"
+            assert leader.num_confirmed_tokens < self._num_shared_tokens(leader), f"{followers} wait for what {leader} has computed"
+        assert self._num_held == len(self.held), "the samples that are held back are miscounted"
+        assert self.num_prompt_tokens == sum(sequence.num_prompt_tokens for sequence in self.held), "their prompts are miscounted"
 
     def _count(self, sequences: list[Sequence], sign: int) -> list[Sequence]:
         self._num_held += sign * len(sequences)

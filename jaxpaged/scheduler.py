@@ -183,6 +183,9 @@ class Scheduler:
             if draft.preempted:
                 raise AssertionError(f"{draft.preempted} lost their pages and nobody got them")
             return None
+        for sequence in draft.admitted:
+            # Its prompt may have been in the prefix cache already.
+            self._free_followers(sequence)
         step = draft.step()
         self._in_flight.append(step)
         return step
@@ -305,6 +308,7 @@ class Scheduler:
         pages, running = self._pages, self._running
         pages.check([table for sequence in running.sequences for table in sequence.tables])
         running.check()
+        self._samples.check()
         for sequence in running.sequences:
             assert sequence.status is SequenceStatus.RUNNING, f"{sequence} is among the running"
             for group, table in zip(pages.groups, sequence.tables, strict=True):
@@ -353,8 +357,11 @@ class Scheduler:
         if sequence.num_confirmed_tokens <= sequence.num_prompt_tokens:
             # A page of a prompt is what others may be waiting for.
             self._running.version += 1
-            for follower in self._samples.freed_by_progress(sequence):
-                self._queue.add(follower)
+        self._free_followers(sequence)
+
+    def _free_followers(self, sequence: Sequence) -> None:
+        for follower in self._samples.freed_by_progress(sequence):
+            self._queue.add(follower)
 
     def _end(self, sequence: Sequence, *, commit: bool) -> None:
         """Takes a sequence with a `finish_reason` out of wherever it is."""

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jaxpaged.config import Config
 from jaxpaged.errors import ConfigError
+from jaxpaged.kv_groups import PageArithmetic
 
 CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS = 32, 512
 GPU_MAX_NUM_SEQS, GPU_MAX_NUM_BATCHED_TOKENS = 256, 2048
@@ -22,6 +23,10 @@ class StepLimits(NamedTuple):
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest bucket that holds `num_tokens`."""
         return next(bucket for bucket in self.token_buckets if bucket >= num_tokens)
+
+    def most_pages(self, arithmetic: PageArithmetic) -> int:
+        """Pages beyond which a pool is of little use: twice what all sequences of a step take at their longest."""
+        return 2 * self.max_num_seqs * arithmetic.peak_pages(self.max_model_len)
 
     def rows_of(self, bucket: int) -> int:
         """Rows of sequences in a bucket: no step has more sequences than tokens."""
@@ -45,6 +50,12 @@ def decide_limits(config: Config, *, is_gpu: bool, model_max_len: int) -> StepLi
         )
     max_model_len = wanted if isinstance(wanted, int) else model_max_len
     budget = scheduler.max_num_batched_tokens or (GPU_MAX_NUM_BATCHED_TOKENS if is_gpu else CPU_MAX_NUM_BATCHED_TOKENS)
+    if scheduler.max_num_seqs is not None and scheduler.max_num_seqs > budget:
+        raise ConfigError(
+            f"max_num_seqs {scheduler.max_num_seqs} is over max_num_batched_tokens {budget}, and every sequence of a step takes a token "
+            "at least; lower it, or raise the budget",
+            param="scheduler.max_num_seqs",
+        )
     num_seqs = min(scheduler.max_num_seqs or (GPU_MAX_NUM_SEQS if is_gpu else CPU_MAX_NUM_SEQS), budget)
     buckets = config.compilation.token_buckets or _powers_of_two(budget)
     buckets = tuple(sorted(set(buckets)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
-from jaxpaged.chat_template import ChatTemplate, check_messages, plain_value, read_chat_template
+from jaxpaged.chat_template import TIMEOUT_S, ChatTemplate, check_messages, plain_value, read_chat_template
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.token_bytes import TokenBytes, max_bytes_per_token
@@ -49,12 +49,13 @@ class Tokenizer:
         self.chat_template: Final = None if source is None else ChatTemplate(source, bos, eos)
 
     @classmethod
-    def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None) -> "Tokenizer":
+    def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None, template_timeout_s: float = TIMEOUT_S) -> "Tokenizer":
         """The tokenizer of a model that `loading.sources.resolve` found.
 
         Args:
             files: where they lie.
             chat_template: the option of that name: a file or a template, in place of the model's own.
+            template_timeout_s: what one rendering may take.
 
         Raises:
             CheckpointError: a file is missing or malformed.
@@ -64,11 +65,13 @@ class Tokenizer:
         """
         source = None if chat_template is None else read_chat_template(chat_template)
         path = files.path if files.tokenizer_path is None else files.tokenizer_path
-        if path.is_dir():
-            return cls.from_folder(path, chat_template=source)
-        if path.name == "tokenizer.json":
-            return cls.from_folder(path.parent, chat_template=source)
-        return cls.from_gguf(path, files.cache_path, chat_template=source)
+        if path.is_dir() or path.name == "tokenizer.json":
+            tokenizer = cls.from_folder(path if path.is_dir() else path.parent, chat_template=source)
+        else:
+            tokenizer = cls.from_gguf(path, files.cache_path, chat_template=source)
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template.timeout_s = template_timeout_s
+        return tokenizer
 
     @classmethod
     def from_folder(cls, folder: Path, *, chat_template: str | None = None) -> "Tokenizer":

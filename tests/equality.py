@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.batch import BatchLayout, unpack
 from jaxpaged.kv_cache import CacheShape, KVCache, make_cache
+from jaxpaged.kv_layout import lay_out
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.sampling import uniform
 from jaxpaged.scheduler import ScheduledRow, Sequence
+from jaxpaged.step_packer import pack_alone
 
 TIE_MARGIN = 1e-4
 PAGE_SIZE = 16
@@ -44,10 +46,13 @@ class Oracle:
 
     def __init__(self, runner: ModelRunner, *, max_tokens: int) -> None:
         model, self._vocab = runner._model, runner.vocab
-        num_pages = -(-max_tokens // PAGE_SIZE) + 1
-        self._layout = layout = BatchLayout(max_tokens, 2, num_pages, PAGE_SIZE, num_pages, 2)
+        groups, num_each = lay_out(model.config.windows).groups, -(-max_tokens // PAGE_SIZE)
+        num_pages = len(groups) * num_each + 1
+        self._layout = layout = BatchLayout(max_tokens, 2, num_each, PAGE_SIZE, num_pages, 2, len(groups))
         self._params = model.params
-        self._cache_shape = CacheShape(model.config.layers, model.config.kv_heads, model.config.head_dim, PAGE_SIZE, model.config.dtype)
+        self._cache_shape = CacheShape(
+            lay_out(model.config.windows).layers_per_group, model.config.kv_heads, model.config.head_dim, PAGE_SIZE, model.config.dtype
+        )
 
         def step(params: tuple[jax.Array, ...], cache: KVCache, blob: jax.Array) -> jax.Array:
             batch = unpack(blob, layout)
@@ -61,8 +66,9 @@ class Oracle:
         """Float32 logits of the id that follows `token_ids`."""
         params = SamplingParams(temperature=0.0)
         sequence = Sequence(Request(request_id="oracle", prompt_token_ids=list(token_ids), params=params, seed=0, arrival_s=0.0))
-        sequence.tables = (list(range(1, self._layout.num_pages)),)
-        blob = pack(
+        num_each = self._layout.max_pages
+        sequence.tables = tuple(list(range(1 + group * num_each, 1 + (group + 1) * num_each)) for group in range(self._layout.num_groups))
+        blob = pack_alone(
             (ScheduledRow(sequence, len(token_ids), 0, True, slot=0, takes_from_slot=False, epoch=0),), self._layout, no_token=self._vocab
         )
         return np.asarray(self._step(self._params, make_cache(self._cache_shape, self._layout.num_pages), blob))[0]

@@ -3,28 +3,26 @@
 SCRIPT   `ScriptRunner`: a runner without a model; the next id is a function of the row's history, which it reads back through the
          row's page table from what earlier steps wrote, so that a page given to two owners or read too early shows in the ids.
 FAIL     `FailingRunner`: any runner, with a step that raises or sleeps, or a row that comes back without an id.
-TINY     `start_tiny`: a real, tiny model on the CPU. `NarrowRunner` gives a compiled model smaller limits, so that one start serves
-         engines with other budgets, chunks and pools.
+NARROW   `NarrowRunner` gives a compiled model smaller limits, so that one start serves engines with other budgets, chunks and pools.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpaged import events
 from jaxpaged.batch import BatchLayout
-from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
+from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Intake, Prompt
+from jaxpaged.kv_groups import FULL
 from jaxpaged.model_runner import Runner
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
 from jaxpaged.scheduler import DEFAULT_POLICY
 from jaxpaged.settings import StepLimits
-from jaxpaged.start import Started, start_engine
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
 
@@ -92,7 +90,7 @@ class ScriptRunner:
         self.next_id = next_id
         buckets = tuple(bucket for bucket in (2, 4, 8, 16, 32, 64, 128, 256) if bucket < max_num_batched_tokens)
         self.limits = StepLimits(max_model_len, max_num_seqs, max_num_batched_tokens, (*buckets, max(2, max_num_batched_tokens)))
-        self.page_size, self.num_pages, self.vocab = page_size, num_pages, vocab
+        self.page_size, self.num_pages, self.vocab, self.kv_groups = page_size, num_pages, vocab, (FULL,)
         self.ids = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.positions = np.full((num_pages, page_size), NEVER_WRITTEN)
         self.histories: list[list[History]] = []
@@ -110,7 +108,7 @@ class ScriptRunner:
         step = read_blob(blob, layout)
         ends, num_tokens = step["cu_q_lens"], int(step["cu_q_lens"][-1])
         assert num_tokens <= layout.num_tokens
-        places = list(zip(step["write_pages"].tolist(), step["write_offsets"].tolist(), strict=True))
+        places = list(zip(step["write_pages"][0].tolist(), step["write_offsets"].tolist(), strict=True))
         assert all(0 < page < self.num_pages for page, _ in places[:num_tokens]), "a live token goes to page 0 or beyond the pool"
         assert all(page >= self.num_pages for page, _ in places[num_tokens:]), "padding goes into the pool"
         assert len(set(places)) == len(places), "two tokens go to one place"
@@ -126,7 +124,7 @@ class ScriptRunner:
                 assert ends[row] == ends[row + 1], "a row without history has tokens"
                 continue
             assert ends[row] < ends[row + 1] == step["sample_tokens"][row] + 1, "a row does not sample its last token"
-            pages = step["page_tables"][row, : -(-length // self.page_size)]
+            pages = step["page_tables"][0, row, : -(-length // self.page_size)]
             positions = self.positions[pages].reshape(-1)[:length]
             assert positions.tolist() == list(range(length)), f"row {row} reads pages that are not its own: {positions.tolist()}"
             histories.append(tuple(self.ids[pages].reshape(-1)[:length].tolist()))
@@ -159,6 +157,7 @@ class FailingRunner:
     ) -> None:
         self.inner, self.before, self.without_id = inner, before, without_id
         self.limits, self.page_size, self.num_pages, self.vocab = inner.limits, inner.page_size, inner.num_pages, inner.vocab
+        self.kv_groups = inner.kv_groups
         self.num_steps = 0
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
@@ -192,7 +191,7 @@ class NarrowRunner:
     def __init__(self, inner: Runner, *, num_pages: int | None = None, after: Callable[[], None] = lambda: None, **limits: int) -> None:
         assert all(value <= getattr(inner.limits, name) for name, value in limits.items())
         self.inner, self.after, self.limits = inner, after, inner.limits._replace(**limits)
-        self.page_size, self.vocab = inner.page_size, inner.vocab
+        self.page_size, self.vocab, self.kv_groups = inner.page_size, inner.vocab, inner.kv_groups
         self.num_pages = inner.num_pages if num_pages is None else num_pages
         assert self.num_pages <= inner.num_pages
 
@@ -378,23 +377,3 @@ class Bench:
             self.outputs.setdefault(output.request_id, []).append(output)
             if output.finished:
                 self.last[output.request_id] = output
-
-
-def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **changes: Any) -> Config:
-    """Options of a small, quick engine; `changes` are fields of the sections by name, `dtype` and `cache_dtype` of model and cache."""
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"model": str(folder)},
-        "cache": {"memory": 1 * MIB, "dtype": cache_dtype},
-        "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
-        "compilation": {"token_buckets": (4, 16, 64), "cache_dir": str(programs), "max_parallel": 2},
-    }
-    kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "compilation": CompilationConfig}
-    for name, value in changes.items():
-        section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__)
-        sections[section][name] = value
-    return Config(**{section: kind(**sections[section]) for section, kind in kinds.items()}, log=LogConfig(level="error"))
-
-
-def start_tiny(folder: Path, *, programs: Path, sinks: Sequence[events.Sink] = (), **changes: Any) -> Started:
-    """TINY: an engine over the model in `folder` (see `tests.tiny_model`), with compiled programs kept in `programs`."""
-    return start_engine(tiny_config(folder, programs=programs, **changes), sinks)

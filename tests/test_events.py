@@ -68,6 +68,7 @@ def full_step() -> events.StepFinished:
         detokenize_s=seconds,
         prefix_queries_tokens=10**9,
         prefix_hits_tokens=10**9,
+        prefill_recompute_tokens=10**9,
         decision="256 decodes, 1 chunk, 8 admitted, 256 preempted, 1000000 wait for pages",
     )
 

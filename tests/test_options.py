@@ -21,6 +21,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "model.max_model_len": ("32k", 32000),
     "model.load_format": ("gguf", "gguf"),
     "model.chat_template": ("{{ messages }}", "{{ messages }}"),
+    "model.template_timeout_s": ("0.5", 0.5),
     "model.generation_config": ("neutral", "neutral"),
     "model.seed": ("7", 7),
     "model.hf_token": ("hf_1", "hf_1"),
@@ -209,6 +210,20 @@ def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:
         ({"compilation": {"token_buckets": []}}, ["compilation.token_buckets"]),
         ({"compilation": {"token_buckets": [2, 0]}}, ["compilation.token_buckets"]),
         ({"compilation": {"token_buckets": [2, 64]}, "max_num_batched_tokens": 128}, ["compilation.token_buckets", "64", "128"]),
+        ({"max_num_batched_tokens": 15}, ["scheduler.max_num_batched_tokens 15", "one page of 16 tokens"]),
+        ({"block_size": 64, "max_num_batched_tokens": 63}, ["scheduler.max_num_batched_tokens 63", "one page of 64 tokens"]),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, ["scheduler.max_num_seqs 65", "max_num_batched_tokens 64"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs", "0"]),
+        ({"max_num_batched_tokens": 0}, ["max_num_batched_tokens", "0"]),
+        ({"max_num_queued_reqs": 0}, ["max_num_queued_reqs", "0"]),
+        ({"scheduler": {"max_num_queued_tokens": -5}}, ["scheduler.max_num_queued_tokens", "-5"]),
+        ({"scheduler": {"reserve_pages": -1}}, ["scheduler.reserve_pages", "-1"]),
+        ({"scheduler": {"ageing_s": 0}}, ["scheduler.ageing_s", "0"]),
+        ({"scheduler": {"ageing_s": math.inf}}, ["scheduler.ageing_s", "inf"]),
+        ({"scheduler": {"target_itl_s": math.nan}}, ["scheduler.target_itl_s", "nan"]),
+        ({"scheduler": {"target_ttft_s": -1.0}}, ["scheduler.target_ttft_s", "-1"]),
+        ({"scheduler": {"queue_timeout_s": 0}}, ["scheduler.queue_timeout_s", "0"]),
+        ({"scheduler": {"request_timeout_s": -2}}, ["scheduler.request_timeout_s", "-2"]),
     ],
 )
 def test_bad_keywords_are_one_sentence(kwargs: dict[str, Any], parts: list[str]) -> None:
@@ -247,6 +262,9 @@ def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str
         {"max_model_len": "auto"},
         {"max_model_len": -1},
         {"max_model_len": None},
+        {"max_num_batched_tokens": 16, "block_size": 16, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 16},
+        {"scheduler": {"reserve_pages": 0}},
     ],
 )
 def test_what_is_served_is_accepted(kwargs: dict[str, Any]) -> None:

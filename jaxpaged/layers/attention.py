@@ -2,10 +2,11 @@
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxpaged.batch import StepBatch
 from jaxpaged.kv_cache import KVCache, write
+from jaxpaged.layers.kv_places import KVPlace
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.rope import Rope
 from pallas_kernels.paged_attention import paged_attention
@@ -22,14 +23,23 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope, layer: Int32[Array, ""]
+        self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope, place: KVPlace
     ) -> tuple[Float[Array, "tokens embed"], KVCache]:
         num_tokens = x.shape[0]
         q = rope.rotate(self.q(x).reshape(num_tokens, self.heads, self.head_dim))
         k = rope.rotate(self.k(x).reshape(num_tokens, self.kv_heads, self.head_dim))
         v = self.v(x).reshape(num_tokens, self.kv_heads, self.head_dim)
-        cache = write(cache, k, v, layer, batch.write_pages, batch.write_offsets)
+        cache = write(cache, k, v, place.layer, batch.write_pages[place.group], batch.write_offsets)
         attended = paged_attention(
-            q, cache.k, cache.v, batch.page_tables, batch.kv_lens, batch.cu_q_lens, layer=layer, scale=self.head_dim**-0.5
+            q,
+            cache.k,
+            cache.v,
+            batch.page_tables,
+            batch.kv_lens,
+            batch.cu_q_lens,
+            layer=place.layer,
+            group=place.group,
+            scale=self.head_dim**-0.5,
+            sliding_window=place.window,
         )
         return self.o(attended.reshape(num_tokens, -1)), cache

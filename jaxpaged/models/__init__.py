@@ -18,7 +18,11 @@ ARCHITECTURES: dict[str, str] = {
 
 @runtime_checkable
 class ModelShape(Protocol):
-    """What the engine must know of any model, whatever its family."""
+    """What the engine must know of any model, whatever its family.
+
+    Attributes:
+        windows: for each layer, the positions that a token sees, itself included; None: all.
+    """
 
     vocab: int
     layers: int
@@ -26,6 +30,7 @@ class ModelShape(Protocol):
     head_dim: int
     max_positions: int
     is_tied: bool
+    windows: tuple[int | None, ...]
 
     @property
     def axis_sizes(self) -> dict[str, int]: ...

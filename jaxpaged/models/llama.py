@@ -1,15 +1,19 @@
-"""Llama 2 and SmolLM: RMSNorm, grouped-query attention with rope, SwiGLU, no biases."""
+"""Llama 2 and SmolLM: RMSNorm, grouped-query attention with rope, SwiGLU, no biases.
+
+Attention may be windowed in some layers or in all, as in the models made from Llama that are.
+"""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxpaged.batch import StepBatch
 from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.attention import Attention
+from jaxpaged.layers.kv_places import KVPlace, KVPlaces
 from jaxpaged.layers.linear import Embedding, Linear, matmul
 from jaxpaged.layers.mlp import GatedMLP
 from jaxpaged.layers.norm import RMSNorm
@@ -32,6 +36,7 @@ class Config(NamedTuple):
     rope_theta: float
     is_tied: bool
     dtype: np.dtype
+    windows: tuple[int | None, ...]
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], dtype: np.dtype) -> "Config":
@@ -56,6 +61,7 @@ class Config(NamedTuple):
             rope_theta=hf["rope_theta"],
             is_tied=hf["tie_word_embeddings"],
             dtype=dtype,
+            windows=(None,) * hf["num_hidden_layers"],
         )
 
     @property
@@ -76,9 +82,9 @@ class Block(nnx.Module):
         self.mlp = GatedMLP(c.embed, c.ffw, c.dtype)
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope, layer: Int32[Array, ""]
+        self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope, place: KVPlace
     ) -> tuple[Float[Array, "tokens embed"], KVCache]:
-        attended, cache = self.attention(self.attention_norm(x), cache, batch, rope, layer)
+        attended, cache = self.attention(self.attention_norm(x), cache, batch, rope, place)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -96,9 +102,10 @@ class Model(nnx.Module):
     def __call__(self, cache: KVCache, batch: StepBatch) -> tuple[Float[Array, "tokens embed"], KVCache]:
         """Hidden states of every token, and the cache with the new keys and values."""
         rope = make_rope(batch.positions, self.config.head_dim, self.config.rope_theta)
+        places = KVPlaces(self.config.windows)
 
         def run_layer(layer: Block, carry: tuple[Any, KVCache], index: Any) -> tuple[Any, KVCache]:
-            return layer(*carry, batch, rope, index)
+            return layer(*carry, batch, rope, places.of(index))
 
         x, cache = run_stack(self.layers, self.config.layers, run_layer, (self.embedding(batch.token_ids), cache))
         return self.norm(x), cache

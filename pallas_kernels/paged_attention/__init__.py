@@ -7,6 +7,7 @@ position `kv_lens[s] - q_len + i` and sees every earlier position and itself. To
 * Rows from `cu_q_lens[-1]` on are padding and come out exactly 0.
 * A padding sequence repeats `cu_q_lens` and has `kv_len` 0; whatever its page table holds is never looked at.
 * Memory that no sequence owns (other pages, and the rest of a last page) may hold anything, NaN included.
+* With a window, page table entries for pages that no query row sees may name any page: they may have been given to others.
 * The result of a row depends on its own sequence only.
 """
 
@@ -17,11 +18,24 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import Implementation, Op, choose
 from pallas_kernels.paged_attention import reference, xla
 
+NO_WINDOW = 2**31 - 1
+"""A window that no sequence fills."""
+
 
 def _common_refusals(
-    q: Any, k_pages: Any, v_pages: Any, *_: Any, layer: Any = None, sliding_window: int | None = None, **__: Any
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_tables: Any,
+    *_: Any,
+    layer: Any = None,
+    group: Any = None,
+    sliding_window: Any = None,
+    **__: Any,
 ) -> list[str]:
     refusals = []
+    if page_tables.ndim != (2 if group is None else 3):
+        refusals.append("page_tables has a leading groups axis exactly when a group is given")
     if k_pages.ndim != (4 if layer is None else 5):
         refusals.append("k_pages has a leading layers axis exactly when a layer is given")
     if k_pages.shape != v_pages.shape:
@@ -30,7 +44,7 @@ def _common_refusals(
         refusals.append(f"{q.shape[1]} heads are no multiple of {k_pages.shape[-3]} KV heads")
     if q.shape[2] != k_pages.shape[-1]:
         refusals.append(f"head_dim of q {q.shape[2]} and of the pages {k_pages.shape[-1]} differ")
-    if sliding_window is not None and sliding_window < 1:
+    if isinstance(sliding_window, int) and sliding_window < 1:
         refusals.append(f"sliding_window must be at least 1, got {sliding_window}")
     return refusals
 
@@ -49,13 +63,14 @@ def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
-    page_tables: Int32[Array, "seqs max_pages"],
+    page_tables: Int32[Array, "*groups seqs max_pages"],
     kv_lens: Int32[Array, "seqs"],
     cu_q_lens: Int32[Array, "seqs+1"],
     *,
     layer: int | Int32[Array, ""] | None = None,
+    group: int | Int32[Array, ""] | None = None,
     scale: float,
-    sliding_window: int | None = None,
+    sliding_window: int | Int32[Array, ""] | None = None,
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -65,12 +80,14 @@ def paged_attention(
         q: queries of all sequences, one after another, rotary embedding applied.
         k_pages: keys; with a leading layers axis when `layer` is given, so that no layer is ever sliced out of the pool.
         v_pages: values, likewise.
-        page_tables: page numbers of each sequence, in order.
+        page_tables: page numbers of each sequence, in order; with a leading groups axis when `group` is given.
         kv_lens: tokens of each sequence that are in the pool, its query rows included.
         cu_q_lens: where each sequence's query rows begin; the last entry is the number of live rows.
-        layer: index into the leading axis.
+        layer: index into the leading axis of the pages.
+        group: index into the leading axis of the page tables.
         scale: multiplies the logits (usually head_dim ** -0.5).
-        sliding_window: a row sees itself and at most this many minus one positions before it.
+        sliding_window: a row sees itself and at most this many minus one positions before it; an array when it differs from layer
+            to layer, `NO_WINDOW` for those that see everything.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` before masking.
         implementation: "reference" or "xla"; None takes the best for the device.
 
@@ -81,5 +98,5 @@ def paged_attention(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (q, k_pages, v_pages, page_tables, kv_lens, cu_q_lens)
-    options = {"layer": layer, "scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options = {"layer": layer, "group": group, "scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     return choose(OP, implementation, args, options).run(*args, **options)

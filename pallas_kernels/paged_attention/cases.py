@@ -38,6 +38,7 @@ CASES = (
     Case("window_8", ((1, 7), (1, 8), (1, 9), (17, 17), (20, 60), (1, 300)), 4, 2, 16, 4, sliding_window=8),
     Case("window_1", ((1, 7), (9, 30)), 4, 2, 16, 16, sliding_window=1),
     Case("window_over_chunks", ((150, 400), (1, 500)), 4, 1, 16, 16, sliding_window=130),
+    Case("window_far_apart", ((1, 700), (1, 33), (1, 1), (70, 900), (1, 256), (3, 3)), 4, 2, 16, 8, sliding_window=32),
     Case("soft_cap", ((1, 77), (33, 90)), 4, 2, 32, 16, soft_cap=5.0),
     Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
     Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
@@ -49,7 +50,10 @@ CASES = (
 
 
 def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """Operands of a case: pages in shuffled order, and NaN wherever no sequence owns the memory (page 0, spare pages, rests)."""
+    """Operands of a case: pages in shuffled order, and NaN wherever no sequence owns the memory (page 0, spare pages, rests).
+
+    Pages behind the window of a sequence's rows have been given back: their entries are 0.
+    """
     rng = np.random.default_rng(seed)
     q_lens = [q for q, _ in case.spans] + [0] * case.num_padding_seqs
     kv_lens = [kv for _, kv in case.spans] + [0] * case.num_padding_seqs
@@ -68,6 +72,10 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
             history = rng.standard_normal((length, case.kv_heads, case.head_dim)).astype(np.float32)
             for token in range(length):
                 array[pages[token // case.page_size], :, token % case.page_size] = history[token]
+        if case.sliding_window is not None and length:
+            behind = max(0, length - q_lens[seq] - case.sliding_window + 1) // case.page_size
+            k_pages[pages[:behind]] = v_pages[pages[:behind]] = np.nan
+            page_tables[seq, :behind] = 0
     num_tokens = sum(q_lens) + case.num_padding_tokens
     q = rng.standard_normal((num_tokens, case.heads, case.head_dim)).astype(np.float32)
     # Padding rows may hold anything as well.

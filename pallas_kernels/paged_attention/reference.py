@@ -9,18 +9,21 @@ def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
-    page_tables: Int32[Array, "seqs max_pages"],
+    page_tables: Int32[Array, "*groups seqs max_pages"],
     kv_lens: Int32[Array, "seqs"],
     cu_q_lens: Int32[Array, "seqs+1"],
     *,
     layer: int | Int32[Array, ""] | None,
+    group: int | Int32[Array, ""] | None,
     scale: float,
-    sliding_window: int | None,
+    sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`, in tokens x max_pages x page_size memory."""
     if layer is not None:
         k_pages, v_pages = k_pages[layer], v_pages[layer]
+    if group is not None:
+        page_tables = page_tables[group]
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_pages.shape[1]
 

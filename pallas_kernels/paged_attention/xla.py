@@ -30,11 +30,12 @@ class _Pool(NamedTuple):
 
     k_pages: Float[Array, "layers pages kv_heads page_size head_dim"]
     v_pages: Float[Array, "layers pages kv_heads page_size head_dim"]
-    page_tables: Int32[Array, "seqs max_pages"]  # max_pages is a multiple of pages_per_chunk
+    page_tables: Int32[Array, "groups seqs max_pages"]
     layer: int | Int32[Array, ""]
+    group: int | Int32[Array, ""]
     pages_per_chunk: int
     scale: float
-    sliding_window: int | None
+    sliding_window: int | Int32[Array, ""] | None
     soft_cap: float | None
     precision: lax.Precision | None
 
@@ -43,32 +44,32 @@ def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "*layers pages kv_heads page_size head_dim"],
-    page_tables: Int32[Array, "seqs max_pages"],
+    page_tables: Int32[Array, "*groups seqs max_pages"],
     kv_lens: Int32[Array, "seqs"],
     cu_q_lens: Int32[Array, "seqs+1"],
     *,
     layer: int | Int32[Array, ""] | None,
+    group: int | Int32[Array, ""] | None,
     scale: float,
-    sliding_window: int | None,
+    sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`."""
     if layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
+    if group is None:
+        page_tables, group = page_tables[None], 0
     num_kv_heads, page_size = k_pages.shape[2:4]
-    group = q.shape[1] // num_kv_heads
+    heads_per_kv_head = q.shape[1] // num_kv_heads
     num_tokens, num_heads, head_dim = q.shape
-    max_pages = page_tables.shape[1]
-    pages_per_chunk = max(1, min(CHUNK_TOKENS // page_size, max_pages))
-    padded_pages = -max_pages % pages_per_chunk
-    tables = jnp.pad(page_tables, ((0, 0), (0, padded_pages)))
+    pages_per_chunk = max(1, min(CHUNK_TOKENS // page_size, page_tables.shape[2]))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # never TF32
-    pool = _Pool(k_pages, v_pages, tables, layer, pages_per_chunk, scale, sliding_window, soft_cap, precision)
+    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, precision)
 
     # A one-row low-precision dot is pathologically slow in XLA's CPU backend (about 200 ms a step), so a lone head gets a twin.
-    # The rows of a block are laid out beside the query heads that share a KV head: [.., kv_heads, rows * group, head_dim].
-    twin = 2 if group == 1 and q.dtype != jnp.float32 else 1
-    heads_first = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    # The rows of a block are laid out beside the query heads that share a KV head: [.., kv_heads, rows * heads, head_dim].
+    twin = 2 if heads_per_kv_head == 1 and q.dtype != jnp.float32 else 1
+    heads_first = q.reshape(num_tokens, num_kv_heads, heads_per_kv_head, head_dim)
     heads_first = jnp.repeat(heads_first, twin, axis=2) if twin > 1 else heads_first
     block_rows = min(PREFILL_BLOCK_ROWS, num_tokens)
     # Rows past the end, so that a block at the end of the batch is never clamped back onto earlier rows.
@@ -96,14 +97,14 @@ def _decode_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens:
         rows = jnp.where(is_member, cu_q_lens[seqs], out.shape[0])
         queries = q.at[rows].get(mode="fill", fill_value=0)
         positions = jnp.broadcast_to((lens - 1)[:, None], (block_seqs, q.shape[2]))
-        values = _attend(queries, positions, lens, pool.page_tables[seqs], pool)
+        values = _attend(queries, positions, lens, seqs, pool)
         return out.at[rows].set(values.astype(out.dtype), mode="drop")
 
     return lax.fori_loop(0, -(-num_decodes // block_seqs), block, out)
 
 
 def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens: Array, block_rows: int) -> Array:
-    num_kv_heads, group, head_dim = q.shape[1:]
+    num_kv_heads, num_heads, head_dim = q.shape[1:]
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     num_blocks = jnp.where(q_lens > 1, -(-q_lens // block_rows), 0)
     block_ends = jnp.cumsum(num_blocks)
@@ -117,9 +118,9 @@ def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens
         position = jnp.where(is_own, kv_lens[seq] - q_lens[seq] + row, -1)
         lens = jnp.minimum(kv_lens[seq], jnp.max(position) + 1)[None]
         queries = lax.dynamic_slice_in_dim(q, start, block_rows)
-        queries = queries.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, block_rows * group, head_dim)
-        values = _attend(queries, jnp.repeat(position, group)[None], lens, pool.page_tables[seq][None], pool)
-        values = values.reshape(num_kv_heads, block_rows, group, head_dim).transpose(1, 0, 2, 3)
+        queries = queries.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, block_rows * num_heads, head_dim)
+        values = _attend(queries, jnp.repeat(position, num_heads)[None], lens, seq[None], pool)
+        values = values.reshape(num_kv_heads, block_rows, num_heads, head_dim).transpose(1, 0, 2, 3)
         others = lax.dynamic_slice_in_dim(out, start, block_rows)
         values = jnp.where(is_own[:, None, None, None], values.astype(out.dtype), others)
         return lax.dynamic_update_slice_in_dim(out, values, start, 0)
@@ -131,14 +132,20 @@ def _attend(
     queries: Float[Array, "blocks kv_heads rows head_dim"],
     positions: Int32[Array, "blocks rows"],
     lens: Int32[Array, "blocks"],
-    tables: Int32[Array, "blocks max_pages"],
+    seqs: Int32[Array, "blocks"],
     pool: _Pool,
 ) -> Float[Array, "blocks kv_heads rows head_dim"]:
-    """Rows of each block over the first `lens` positions of its pages; a row at position -1 sees nothing and gives 0."""
+    """Rows of each block over the first `lens` positions of its sequence; a row at position -1 sees nothing and gives 0."""
     page_size, head_dim = pool.k_pages.shape[3:]
     num_kv_heads = pool.k_pages.shape[2]
     chunk = pool.pages_per_chunk * page_size
     compute_dtype = queries.dtype
+    # Each block walks from the first chunk that it sees to its last one.
+    first_seen, first_chunk = jnp.zeros_like(lens), jnp.zeros_like(lens)
+    if pool.sliding_window is not None:
+        lowest = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=1)
+        first_seen = jnp.maximum(0, lowest - pool.sliding_window + 1)
+        first_chunk = first_seen // chunk
 
     def gather(pages: Array, table: Array, keep: Bool[Array, "blocks chunk"] | None) -> Array:
         kv_head = jnp.arange(num_kv_heads)[None, :, None]
@@ -147,19 +154,22 @@ def _attend(
         return own.astype(compute_dtype)
 
     def step(index: Array, walk: _Walk) -> _Walk:
-        table = lax.dynamic_slice_in_dim(tables, index * pool.pages_per_chunk, pool.pages_per_chunk, axis=1)
-        kv_position = index * chunk + jnp.arange(chunk)
-        is_written = kv_position < lens[:, None]
+        own_chunk = (first_chunk + index)[:, None]
+        # A table can be cut anywhere, and a block can be at its end before others are: beyond it, page 0 is read and masked.
+        entries = own_chunk * pool.pages_per_chunk + jnp.arange(pool.pages_per_chunk)
+        table = pool.page_tables.at[pool.group, seqs[:, None], entries].get(mode="fill", fill_value=0)
+        kv_position = own_chunk * chunk + jnp.arange(chunk)
+        is_seen = (kv_position < lens[:, None]) & (kv_position >= first_seen[:, None])
         keys = gather(pool.k_pages, table, None)
         logits = jnp.einsum("bkrd,bkpd->bkrp", queries, keys, preferred_element_type=jnp.float32, precision=pool.precision) * pool.scale
         if pool.soft_cap is not None:
             logits = pool.soft_cap * jnp.tanh(logits / pool.soft_cap)
-        visible = is_written[:, None] & (kv_position <= positions[:, :, None])
+        visible = is_seen[:, None] & (kv_position[:, None] <= positions[:, :, None])
         if pool.sliding_window is not None:
-            visible &= kv_position > positions[:, :, None] - pool.sliding_window
+            visible &= kv_position[:, None] > positions[:, :, None] - pool.sliding_window
         logits = jnp.where(visible[:, None], logits, -jnp.inf)
         # Values that no row may see can be NaN, and 0 * NaN is NaN: they are masked as well as the logits.
-        values = gather(pool.v_pages, table, is_written)
+        values = gather(pool.v_pages, table, is_seen)
         peak = jnp.maximum(walk.peak, logits.max(-1))
         # A row that has seen nothing yet has peak -inf; exp(-inf - finite) is the 0 it needs.
         finite_peak = jnp.where(peak == -jnp.inf, 0, peak)
@@ -172,10 +182,6 @@ def _attend(
 
     shape = queries.shape[:-1]
     start = _Walk(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-    first = jnp.int32(0)
-    if pool.sliding_window is not None:
-        lowest = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max))
-        first = jnp.maximum(0, lowest - pool.sliding_window + 1) // chunk
-    last = -(-jnp.max(lens) // chunk)
-    end = lax.fori_loop(first, last, step, start)
+    num_chunks = jnp.max(-(-lens // chunk) - first_chunk)
+    end = lax.fori_loop(0, num_chunks, step, start)
     return end.values / jnp.where(end.total == 0, 1, end.total)[..., None]

@@ -16,8 +16,9 @@ from jaxpaged.llm import LLM
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, check_ends, is_idle
-from tests.fakes import Bench, Canary, EventLog, NarrowRunner, start_tiny, tiny_config
+from tests.fakes import Bench, Canary, EventLog, NarrowRunner
 from tests.text.vocabularies import byte_level
+from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import write_tiny_llama
 
 REAL_BUCKETS = (4, 32, 128)

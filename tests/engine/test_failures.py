@@ -14,8 +14,9 @@ from jaxpaged.model_runner import Runner
 from jaxpaged.request import FinishReason, RequestOutputKind
 from jaxpaged.sampling import NO_ID
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import Bench, FailingRunner, History, ScriptRunner, free_talk, start_tiny
+from tests.fakes import Bench, FailingRunner, History, ScriptRunner, free_talk
 from tests.text.vocabularies import id_of
+from tests.tiny_engine import start_tiny
 from tests.tiny_model import save_safetensors, write_tiny_llama
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.errors import ChatTemplateError
-from tests.fakes import tiny_config
+from tests.tiny_engine import tiny_config
 from tests.tiny_model import write_tiny_gguf, write_tiny_llama
 
 pytestmark = pytest.mark.jax

@@ -18,7 +18,8 @@ from jaxpaged.kv_cache import CacheShape, make_cache, write
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, SamplingParams
 from tests.engine.async_bench import params, run
-from tests.fakes import Bench, EventLog, FailingRunner, start_tiny, tiny_config
+from tests.fakes import Bench, EventLog, FailingRunner
+from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import save_safetensors, tiny_weights, write_tiny_llama
 
 pytestmark = pytest.mark.jax

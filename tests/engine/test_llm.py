@@ -14,7 +14,8 @@ from jaxpaged.config import Config
 from jaxpaged.errors import ChatTemplateError, ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, PoolTooSmallError
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams
-from tests.fakes import EventLog, tiny_config
+from tests.fakes import EventLog
+from tests.tiny_engine import tiny_config
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.jax
@@ -276,6 +277,8 @@ def test_metrics_add_up(calm: LLM) -> None:
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs) + len(calm.get_tokenizer().encode("a"))
     assert growth["jaxpaged_prompt_tokens_total", ""] == num_prompt
     assert growth["jaxpaged_generation_tokens_total", ""] == 14 + 1
+    assert growth["jaxpaged_prefix_cache_queries_total", ""] == num_prompt
+    assert not {name for name, _ in growth} & {"jaxpaged_preemptions_total", "jaxpaged_prefill_recompute_tokens_total"}
     gauges = {metric.name: metric.value for metric in calm.get_metrics() if metric.kind == "gauge"}
     assert {"jaxpaged_num_requests_running", "jaxpaged_num_requests_waiting", "jaxpaged_kv_cache_usage_ratio"} <= set(gauges)
 

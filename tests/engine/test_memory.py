@@ -17,7 +17,8 @@ from jaxpaged.kv_cache import CPU_POOL_BYTES, DTYPES, CacheShape, DeviceMemory, 
 from jaxpaged.models import llama
 from jaxpaged.start import Started
 from tests.engine.conftest import live_bytes, tiny_bench
-from tests.fakes import Bench, EventLog, start_tiny
+from tests.fakes import Bench, EventLog
+from tests.tiny_engine import start_tiny
 from tests.tiny_model import save_safetensors, write_tiny_llama
 
 pytestmark = pytest.mark.jax
@@ -27,7 +28,9 @@ MANY = 10**9
 
 
 def pages(cache: CacheConfig | None = None, **options: Any) -> int:
-    return count_pages(cache or CacheConfig(), SMOLLM2, **{"most_pages": MANY, "device": None, "temporary_bytes": 0, **options})
+    return count_pages(
+        cache or CacheConfig(), SMOLLM2, **{"least_pages": 1, "most_pages": MANY, "device": None, "temporary_bytes": 0, **options}
+    )
 
 
 def test_bytes_of_a_page() -> None:

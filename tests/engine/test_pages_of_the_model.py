@@ -16,7 +16,8 @@ from jaxpaged.kv_cache import KVCache
 from jaxpaged.start import Started
 from pallas_kernels.paged_attention import paged_attention
 from tests.engine.conftest import tiny_bench
-from tests.fakes import Bench, NarrowRunner, start_tiny
+from tests.fakes import Bench, NarrowRunner
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 
@@ -96,6 +97,14 @@ def test_a_pool_too_small_for_all_gives_the_same_answers(tiny: Started) -> None:
         num_preempted = len(bench.events.of(events.RequestPreempted))
         assert num_preempted >= 3
         assert num_preempted == sum(output.metrics.num_preemptions for output in bench.last.values())
+        # What is computed again is counted apart: neither a prompt that was looked up, nor a miss.
+        steps, lost = bench.events.of(events.StepFinished), bench.events.of(events.RequestPreempted)
+        num_lost = sum(event.num_computed_tokens for event in lost)
+        num_prompt = sum(event.num_prompt_tokens for event in bench.events.of(events.RequestFinished))
+        num_recomputed = sum(event.prefill_recompute_tokens for event in steps)
+        assert (0 <= num_recomputed < num_lost) if enable_prefix_caching else (num_recomputed == num_lost)
+        assert sum(event.prefix_queries_tokens for event in steps) == enable_prefix_caching * num_prompt
+        assert sum(event.prefix_hits_tokens for event in steps) == num_cached_tokens(bench)
         bench.after_check()
 
 

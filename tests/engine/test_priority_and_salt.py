@@ -13,7 +13,8 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.start import Started
 from tests.engine.async_bench import params, run
 from tests.engine.conftest import tiny_bench
-from tests.fakes import EventLog, tiny_config
+from tests.fakes import EventLog
+from tests.tiny_engine import tiny_config
 
 pytestmark = pytest.mark.jax
 

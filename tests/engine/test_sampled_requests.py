@@ -10,7 +10,8 @@ from jaxpaged.errors import InvalidRequestError
 from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.start import Started
 from tests.engine.conftest import real_bench, tiny_bench
-from tests.fakes import Bench, Canary, start_tiny
+from tests.fakes import Bench, Canary
+from tests.tiny_engine import start_tiny
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.jax, pytest.mark.real]

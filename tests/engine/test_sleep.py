@@ -14,7 +14,8 @@ from jaxpaged.model_runner import ModelRunner
 from jaxpaged.request import FinishReason
 from jaxpaged.start import Started
 from tests.engine.conftest import live_bytes
-from tests.fakes import Bench, EventLog, start_tiny
+from tests.fakes import Bench, EventLog
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 

@@ -9,7 +9,8 @@ import pytest
 from jaxpaged import events
 from jaxpaged.request import FinishReason
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import Bench, FailingRunner, ScriptRunner, follow, free_talk, start_tiny
+from tests.fakes import Bench, FailingRunner, ScriptRunner, follow, free_talk
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 

@@ -8,8 +8,9 @@ import pytest
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import Bench, ScriptRunner, follow, free_talk, start_tiny
+from tests.fakes import Bench, ScriptRunner, follow, free_talk
 from tests.text.vocabularies import byte_level, id_of
+from tests.tiny_engine import start_tiny
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]

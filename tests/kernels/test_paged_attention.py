@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import UnsupportedKernelError
-from pallas_kernels.paged_attention import OP, paged_attention
+from pallas_kernels.paged_attention import NO_WINDOW, OP, paged_attention
 from pallas_kernels.paged_attention.cases import CASES, Case, make, options
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
@@ -101,6 +101,21 @@ def test_a_layer_of_a_stacked_pool_is_the_layer_alone() -> None:
         np.testing.assert_allclose(got, expected, atol=3e-6, rtol=3e-5)
 
 
+@pytest.mark.parametrize("implementation", list(OP.implementations))
+@pytest.mark.parametrize("name", ["mixed", "window_over_chunks", "window_far_apart"])
+def test_a_window_and_a_group_can_be_data(name: str, implementation: str) -> None:
+    """As in a stack whose layers differ: the same program serves both windows, and reads one group's tables of two."""
+    case = next(c for c in CASES if c.name == name)
+    operands = make(case)
+    expected = _run(implementation, case, operands)
+    operands["page_tables"] = np.stack([np.full_like(operands["page_tables"], 2**31 - 1), operands["page_tables"]])
+    rest = options(case)
+    window = jnp.int32(NO_WINDOW if case.sliding_window is None else case.sliding_window)
+    run = functools.partial(paged_attention, implementation=implementation, scale=rest["scale"], soft_cap=rest["soft_cap"])
+    got = jax.jit(run)(**operands, sliding_window=window, group=jnp.int32(1))
+    np.testing.assert_array_equal(np.asarray(got), expected)
+
+
 def test_the_512_token_program_gathers_no_row_per_token() -> None:
     """The gather of one row of pages per token would be 512 x chunk positions; the largest allowed is one block's chunk."""
     case = Case("t512", ((512, 512),), 9, 3, 64, 16, num_padding_seqs=31)
@@ -118,6 +133,7 @@ def test_the_512_token_program_gathers_no_row_per_token() -> None:
         ({"heads": 7}, "7 heads are no multiple of 3"),
         ({"sliding_window": 0}, "sliding_window must be at least 1"),
         ({"layer": 0}, "leading layers axis"),
+        ({"group": 0}, "leading groups axis"),
         ({"implementation": "cuda"}, "no implementation 'cuda'"),
     ],
 )

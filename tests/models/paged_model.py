@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpaged.batch import BatchLayout, pack, unpack
+from jaxpaged.batch import BatchLayout, unpack
 from jaxpaged.config import ModelConfig
 from jaxpaged.kv_cache import KVCache
+from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import resolve
 from jaxpaged.model_loader import describe_model, load_model
@@ -23,6 +24,7 @@ from jaxpaged.model_runner import LoadedModel
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
+from jaxpaged.step_packer import pack_alone
 
 PAGE_SIZE = 16
 MAX_SEQS = 8
@@ -54,7 +56,10 @@ def step_program(graphdef: Any, treedef: Any, layout: BatchLayout) -> Any:
 
 
 class PagedModel:
-    """One model and its pool. Sequences take pages in the order of `pages`, which may be shuffled."""
+    """One model and its pool. Sequences take pages in the order of `pages`, which may be shuffled.
+
+    Before each step the pages of windowed groups that the step's rows do not see are given back and filled with NaN.
+    """
 
     def __init__(self, loaded: LoadedModel, *, context: int, num_pages: int | None = None, seed: int | None = None) -> None:
         """Makes a pool of NaN.
@@ -65,9 +70,10 @@ class PagedModel:
             seed: shuffles the pages; None gives them out in order.
         """
         config = loaded.config
-        self.loaded, self.max_pages = loaded, -(-context // PAGE_SIZE)
-        self.num_pages = num_pages or self.max_pages + 1
-        dims = (config.layers, self.num_pages, config.kv_heads, PAGE_SIZE, config.head_dim)
+        layout = lay_out(config.windows)
+        self.loaded, self.max_pages, self.groups = loaded, -(-context // PAGE_SIZE), layout.groups
+        self.num_pages = (num_pages or self.max_pages + 1) * len(self.groups)
+        dims = (layout.layers_per_group, self.num_pages, config.kv_heads, PAGE_SIZE, config.head_dim)
         self.cache = KVCache(jnp.full(dims, jnp.nan, config.dtype), jnp.full(dims, jnp.nan, config.dtype))
         self.pages = list(range(1, self.num_pages))
         if seed is not None:
@@ -80,25 +86,44 @@ class PagedModel:
         if shared is not None:
             assert num_shared % PAGE_SIZE == 0
             assert num_shared <= shared.num_computed_tokens
-            sequence.tables = (shared.pages[: num_shared // PAGE_SIZE],)
+            sequence.tables = tuple(table[: num_shared // PAGE_SIZE] for table in shared.tables)
             sequence.num_computed_tokens = num_shared
-        sequence.pages.extend(self.pages.pop(0) for _ in range(-(-len(token_ids) // PAGE_SIZE) - len(sequence.pages)))
+        else:
+            sequence.tables = tuple([] for _ in self.groups)
+        for table in sequence.tables:
+            table.extend(self.pages.pop(0) for _ in range(-(-len(token_ids) // PAGE_SIZE) - len(table)))
         return sequence
 
     def feed(self, rows: Seq[tuple[Sequence, int]], bucket: int) -> list[np.ndarray]:
         """Runs one step of the next tokens of each sequence and returns their logits, [tokens, vocab] for each row."""
-        layout = BatchLayout(bucket, min(bucket, MAX_SEQS), self.max_pages, PAGE_SIZE, self.num_pages, MAX_SEQS)
+        layout = self.layout(bucket)
+        self._give_back([sequence for sequence, _ in rows])
         scheduled = [
             ScheduledRow(sequence, count, sequence.num_computed_tokens, samples=True, slot=index, takes_from_slot=False, epoch=0)
             for index, (sequence, count) in enumerate(rows)
         ]
-        blob = pack(scheduled, layout, self.loaded.config.vocab)
+        blob = pack_alone(scheduled, layout, self.loaded.config.vocab)
         run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
         logits, self.cache = run(self.loaded.params, self.cache, blob)
         ends = np.cumsum([count for _, count in rows])
         for sequence, count in rows:
             sequence.num_computed_tokens += count
         return np.split(np.asarray(logits), ends)[: len(rows)]
+
+    def layout(self, bucket: int) -> BatchLayout:
+        """The program's."""
+        return BatchLayout(bucket, min(bucket, MAX_SEQS), self.max_pages, PAGE_SIZE, self.num_pages, MAX_SEQS, len(self.groups))
+
+    def _give_back(self, sequences: Seq[Sequence]) -> None:
+        """Spoils what the next tokens do not see; pages that are shared are never given back here, so nobody may share them then."""
+        behind = []
+        for sequence in sequences:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                first = group.first_page(sequence.num_computed_tokens, PAGE_SIZE)
+                behind += [page for page in table[:first] if page]
+                table[:first] = [0] * first
+        if behind:
+            self.cache = KVCache(*(pool.at[:, jnp.asarray(behind)].set(jnp.nan) for pool in self.cache))
 
     def feed_all(self, sequence: Sequence, chunk: int, bucket: int) -> np.ndarray:
         """Feeds what is left of a sequence in chunks and returns its logits, [tokens, vocab]."""

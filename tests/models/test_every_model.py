@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpaged.batch import BatchLayout
 from jaxpaged.errors import CheckpointError
 from jaxpaged.model_runner import LoadedModel
 from jaxpaged.models import ARCHITECTURES
 from tests.models.cases import FAMILY_CASES, VARIANT_CASES, Case, golden_logits
-from tests.models.paged_model import MAX_SEQS, PAGE_SIZE, PagedModel, load, step_program
+from tests.models.paged_model import PAGE_SIZE, PagedModel, load, step_program
 from tests.tiny_model import Tensors, save_safetensors
 
 pytestmark = pytest.mark.jax
@@ -121,7 +120,7 @@ def test_a_layer_is_traced_once_a_program(made: Made, bucket: int, monkeypatch: 
     block = made.loaded.family.Block  # type: ignore[attr-defined]
     traced = block.__call__
     monkeypatch.setattr(block, "__call__", lambda *args: calls.append(1) or traced(*args))
-    layout = BatchLayout(bucket, min(bucket, MAX_SEQS), CONTEXT // PAGE_SIZE, PAGE_SIZE, NUM_PAGES, MAX_SEQS)
+    layout = paged(made.loaded).layout(bucket)
     step = step_program.__wrapped__(made.loaded.graphdef, made.loaded.treedef, layout)
     step.lower(made.loaded.params, paged(made.loaded).cache, jnp.zeros(layout.blob_size, jnp.int32))
     assert made.loaded.config.layers > 1
@@ -198,6 +197,6 @@ def test_the_second_run_gives_the_same_bits(made: Made) -> None:
 def test_programs_are_shared_by_models_of_one_config(made: Made) -> None:
     """Guards the time of this suite: one program a bucket and no more."""
     again = load(made.folder)
-    layout = BatchLayout(2, 2, CONTEXT // PAGE_SIZE, PAGE_SIZE, NUM_PAGES, MAX_SEQS)
+    layout = paged(made.loaded).layout(2)
     assert step_program(again.graphdef, again.treedef, layout) is step_program(made.loaded.graphdef, made.loaded.treedef, layout)
     assert jax.default_backend() == "cpu"

@@ -94,6 +94,8 @@ def test_a_clock_that_is_set_back_does_not_silence_the_log() -> None:
 def test_preemptions_of_an_interval_are_counted() -> None:
     run = [*(step(i / 10, i, num_preempted=1) for i in range(51))]
     assert texts(*run)[0].endswith("; preempted 51")
+    run = [*(step(i / 10, i, num_preempted=1, prefill_recompute_tokens=10) for i in range(51))]
+    assert texts(*run)[0].endswith("; preempted 51; 510 tokens computed again")
 
 
 def test_start_up_lines_count_programs_and_those_from_the_cache() -> None:

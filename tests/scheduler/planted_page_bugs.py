@@ -86,7 +86,7 @@ def digest_has_three_values(patch: pytest.MonkeyPatch) -> None:
 
 
 def salt_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_index, "root_digest", lambda salt: real_root_digest(None))
+    patch.setattr(prefix_index, "root_digest", lambda salt, adapter: real_root_digest(None))
 
 
 def group_is_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,35 @@ def test_stop_string_ends_a_running_sequence_and_beats_length() -> None:
     assert scheduler._pages.num_in_use == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "is_changed"),
+    [
+        (FinishReason.LENGTH, FinishReason.STOP, True),
+        (FinishReason.LENGTH, FinishReason.ERROR, True),
+        (FinishReason.LENGTH, FinishReason.ABORT, False),
+        (FinishReason.STOP, FinishReason.STOP, False),
+        (FinishReason.STOP, FinishReason.ERROR, True),
+        (FinishReason.STOP, FinishReason.LENGTH, False),
+        (FinishReason.ABORT, FinishReason.STOP, False),
+        (FinishReason.ABORT, FinishReason.ERROR, False),
+        (FinishReason.ERROR, FinishReason.STOP, False),
+    ],
+)
+def test_a_second_end_changes_the_reason_only_for_a_stop_string_in_the_last_token_or_a_failure(
+    first: FinishReason, then: FinishReason, is_changed: bool
+) -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", 3, max_tokens=1)
+    if first is FinishReason.LENGTH:
+        step(scheduler)
+    else:
+        scheduler.finish(sequence, first, "first")
+    scheduler.finish(sequence, then, "then")
+    assert sequence.finish_reason is (then if is_changed else first)
+    assert (sequence.stop_reason == "then") == is_changed
+    scheduler.check()
+
+
 @pytest.mark.parametrize("state", ["waiting", "chunk", "decoding", "preempted", "scheduled", "finished"])
 def test_pages_come_back_exactly_once_whatever_the_state(state: str) -> None:
     """O-40."""

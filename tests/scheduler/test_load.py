@@ -130,6 +130,15 @@ def test_a_request_that_had_no_room_is_looked_at_again_when_there_may_be_some() 
     assert looked_at
 
 
+def test_pages_that_became_findable_make_room() -> None:
+    """Alone, b needs 4 pages, and beside a only 3 are left; when a has computed what they begin with alike, it needs one."""
+    scheduler = make_scheduler(num_usable=8, page_size=4, is_hopeful=True)
+    add(scheduler, "a", [5] * 16, max_tokens=8)
+    add(scheduler, "b", [5] * 13, max_tokens=2)
+    assert step(scheduler).decision == "admitted 1 of 2: pages"
+    assert ids_of(step(scheduler).admitted) == ["b"]
+
+
 def test_expected_lengths_follow_the_history() -> None:
     lengths = OutputLengths()
     assert lengths.expected_remaining(0, 0.5) == FIRST_GUESS_TOKENS

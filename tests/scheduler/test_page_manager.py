@@ -260,6 +260,21 @@ def test_digest_is_whole_and_covers_parent_and_tokens() -> None:
     assert len(digests) == 20_000
 
 
+def test_salts_and_adapters_are_told_apart() -> None:
+    names = (None, "", "a", "b", "ab", "adapter", "salt", "a\x00", "é", "\ud800")
+    assert len({root_digest(salt, adapter) for salt in names for adapter in names}) == len(names) ** 2
+    manager, tokens = PageManager(20, 2), [1, 2, 3, 4]
+    for salt, adapter in ((None, None), ("a", None), (None, "a"), ("a", "a")):
+        prefix = PrefixChain(salt, adapter)
+        assert manager.match([*tokens, 5], prefix) == ([],)
+        tables = grown(manager, 4)
+        manager.commit(tokens, tables, 4, prefix)
+        manager.release(tables)
+        found = manager.match([*tokens, 5], PrefixChain(salt, adapter))
+        assert len(found[0]) == 2
+        manager.release(found)
+
+
 def test_no_page_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[list[int]] = []
 

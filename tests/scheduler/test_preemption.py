@@ -79,6 +79,32 @@ def test_two_prompts_that_hold_every_page_between_them_do_not_wait_for_each_othe
     assert rows_of(scheduled) == [("a", 8, 8, False)]
 
 
+def test_a_prompt_that_loses_its_pages_for_another_gets_no_chunk_in_that_step() -> None:
+    scheduler = make_scheduler(num_usable=6, page_size=4, max_num_batched_tokens=16, enable_prefix_caching=False)
+    add(scheduler, "a", 18, max_tokens=2)
+    step(scheduler)
+    b = add(scheduler, "b", 18, max_tokens=2)
+    scheduler._queue.remove(b)
+    scheduler._running.enter(b)
+    assert scheduler._pages.grow(b.tables, 8)
+    b.num_computed_tokens = b.num_confirmed_tokens = 8
+    # Of the two pages that b gives back a takes one.
+    scheduled = step(scheduler)
+    assert scheduled.preempted == (b,)
+    assert rows_of(scheduled) == [("a", 16, 2, True)]
+
+
+def test_a_chunk_leaves_the_pages_that_are_kept_for_others() -> None:
+    scheduler = make_scheduler(num_usable=6, page_size=4, enable_prefix_caching=False)
+    a = add(scheduler, "a", 3, max_tokens=14)
+    a.num_preemptions = 2
+    step(scheduler)
+    b = add(scheduler, "b", 20)
+    # Of 5 free pages a will take 3.
+    assert [scheduler._running.fitting_tokens(b, most) for most in (30, 8, 7, 1)] == [8, 8, 7, 1]
+    assert scheduler._running.fitting_tokens(a, 30) == 21
+
+
 def test_whoever_was_preempted_twice_comes_back_with_all_its_pages_and_stays() -> None:
     scheduler = make_scheduler(num_usable=6, page_size=4, is_hopeful=True)
     add(scheduler, "a", 7, max_tokens=9)

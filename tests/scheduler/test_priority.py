@@ -77,6 +77,19 @@ def test_a_better_one_takes_pages_from_as_many_worse_ones_as_it_needs() -> None:
     assert scheduled.decision == "admitted 1 of 4: preemption"
 
 
+@pytest.mark.parametrize(("num_prompt", "is_enough"), [(19, True), (20, False)])
+def test_whoever_is_displaced_leaves_enough_to_the_last_page(num_prompt: int, is_enough: bool) -> None:
+    """b has 1 of 8 pages and is promised none; a has 2 and is promised 1: 5 are there for the better one, and not 6."""
+    scheduler = make_scheduler(num_usable=8, page_size=4)
+    add(scheduler, "a", 7, max_tokens=50, priority=0)
+    add(scheduler, "b", 2, max_tokens=2, priority=1)
+    step(scheduler)
+    high = add(scheduler, "high", num_prompt, max_tokens=3)
+    scheduled = [schedule(scheduler), schedule(scheduler)][1]
+    assert (ids_of(scheduled.preempted), ids_of(scheduled.admitted)) == ((["b"], ["high"]) if is_enough else ([], []))
+    assert high.num_computed_tokens == is_enough * num_prompt
+
+
 def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
     scheduler = make_scheduler(num_usable=8, page_size=4)
     add(scheduler, "a", 15, max_tokens=12, priority=0)
@@ -189,6 +202,26 @@ def test_the_reserve_is_for_better_than_default() -> None:
     scheduled = step(scheduler)
     assert ids_of(scheduled.admitted) == ["c"]
     assert scheduled.decision == "admitted 1 of 2: pages"
+
+
+@pytest.mark.parametrize(("priority", "is_admitted"), [(-1, True), (0, False), (1, False)])
+@pytest.mark.parametrize("is_hopeful", [True, False])
+def test_pages_of_the_reserve(is_hopeful: bool, priority: int, is_admitted: bool) -> None:
+    """8 pages are left and 4 of them for the better; 5 are wanted."""
+    scheduler = make_scheduler(num_usable=10, page_size=4, reserve_pages=4, is_hopeful=is_hopeful)
+    add(scheduler, "a", 7, max_tokens=2)
+    step(scheduler)
+    add(scheduler, "b", 17, max_tokens=2, priority=priority)
+    assert bool(step(scheduler).admitted) == is_admitted
+
+
+@pytest.mark.parametrize(("reserve_pages", "is_admitted"), [(0, True), (1, True), (2, False)])
+def test_the_forecast_leaves_the_reserve_out(reserve_pages: int, is_admitted: bool) -> None:
+    """Answers of 40 tokens after prompts of 4 fill 11 pages each. One page less in all is taken for enough, two are not."""
+    scheduler = make_scheduler(num_usable=22, page_size=4, reserve_pages=reserve_pages)
+    for request_id in "ab":
+        add(scheduler, request_id, 4, max_tokens=40)
+    assert len(step(scheduler).admitted) == 1 + is_admitted
 
 
 def test_the_reserve_does_not_keep_anybody_out_of_an_idle_engine() -> None:

@@ -1,6 +1,11 @@
 """D1: random worlds of 300 steps and more on shadow pages, each until its last request has ended. A failing seed replays exactly."""
 
+import hashlib
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +54,31 @@ def test_random_worlds(first_seed: int) -> None:
 @pytest.mark.parametrize("first_seed", range(0, 20_000, LONG_WORLDS_PER_TEST))
 def test_many_random_worlds(first_seed: int) -> None:
     simulate_all(range(first_seed, first_seed + LONG_WORLDS_PER_TEST))
+
+
+TRACE_SCRIPT = """
+import hashlib, sys
+from tests.scheduler.worlds import simulate
+for seed in map(int, sys.argv[1:]):
+    print(hashlib.sha256(repr(simulate(seed)).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "4294967295"])
+def test_a_seed_replays_exactly_in_another_process(hash_seed: str) -> None:
+    """Whatever that process hashes strings and addresses to: every row, page, time, decision and count is the same."""
+    seeds = (3, 14, 159)
+    done = subprocess.run(
+        [sys.executable, "-c", TRACE_SCRIPT, *map(str, seeds)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [hashlib.sha256(repr(simulate(seed)).encode()).hexdigest() for seed in seeds]
 
 
 def test_a_seed_replays_exactly() -> None:

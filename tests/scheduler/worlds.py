@@ -65,6 +65,8 @@ class World:
         self.fail_chance = rng.choice((0.0, 0.0, 0.02))
         self.pause_chance = rng.choice((0.0, 0.0, 0.01))
         self.dies_at = rng.randint(20, 300) if rng.random() < 0.05 else None
+        self.floods_at = rng.randint(5, 200) if rng.random() < 0.1 else None
+        self.leaps_at = rng.randint(5, 200) if rng.random() < 0.1 else None
         self.num_refused = 0
 
     def cost(self, step: ScheduledStep) -> float:
@@ -83,6 +85,12 @@ class World:
                 self.arrivals.popleft()
                 self.arrive()
             self.disturb()
+            if turn == self.floods_at:
+                for _ in range(60):
+                    self.arrive()
+            if turn == self.leaps_at:
+                # The process was stopped for a while.
+                simulation.now += rng.choice((0.5, 30.0, 1000.0))
             if turn == self.dies_at:
                 simulation.fail_all()
                 break
