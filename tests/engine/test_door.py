@@ -21,7 +21,8 @@ from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, is_idle, params, run, slow_down, wait_until
-from tests.fakes import EventLog, tiny_config
+from tests.fakes import EventLog
+from tests.tiny_engine import tiny_config
 
 pytestmark = pytest.mark.jax
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.programs import CompilationWatch, use_persistent_cache
-from tests.fakes import start_tiny
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 
