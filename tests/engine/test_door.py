@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, is_idle, params, run, slow_down, wait_until
 from tests.fakes import EventLog
-from tests.tiny_engine import tiny_config
 
 pytestmark = pytest.mark.jax
 
@@ -107,18 +105,14 @@ def test_a_loop_that_closes_without_a_word_leaves_nothing_running(
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def log() -> EventLog:
-    return EventLog()
+@pytest.fixture
+def llm(one_row_llm: LLM) -> LLM:
+    return one_row_llm
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_folder: Path, programs: Path, log: EventLog) -> Iterator[LLM]:
-    config = tiny_config(
-        tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16, max_model_len=64, max_num_queued_requests=4
-    )
-    with LLM(config=config, sinks=[log]) as llm:
-        yield llm
+@pytest.fixture
+def log(one_row_log: EventLog) -> EventLog:
+    return one_row_log
 
 
 def refusals(log: EventLog) -> list[tuple[str, str]]:

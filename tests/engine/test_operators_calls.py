@@ -219,11 +219,10 @@ def test_death_while_a_pause_waits(mortal: AsyncLLM, monkeypatch: pytest.MonkeyP
     run(work)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_folder: Path, programs: Path) -> Iterator[LLM]:
-    config = tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16)
-    with LLM(config=config, sinks=[]) as llm:
-        yield llm
+@pytest.fixture
+def llm(one_row_llm: LLM) -> Iterator[LLM]:
+    yield one_row_llm
+    assert not one_row_llm.is_paused()
 
 
 def ids(outputs: Any) -> list[int]:
