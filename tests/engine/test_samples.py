@@ -136,8 +136,9 @@ def test_outputs_on_the_way(tiny: Started, kind: RequestOutputKind) -> None:
     outputs = bench.outputs[request_id]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     if kind is RequestOutputKind.DELTA:
-        # Six rows of four slots do not all move in one step.
-        assert len({len(output.outputs) for output in outputs}) > 1
+        # Six answers have four rows; the prompt is cached, so all rows are taken soon after the first.
+        assert len(outputs[3].outputs) == 4
+        assert max(len(output.outputs) for output in outputs) == 4
         assert all(answer.token_ids for output in outputs for answer in output.outputs)
         ends = [answer.index for output in outputs for answer in output.outputs if answer.finish_reason is not None]
         assert sorted(ends) == list(range(6))
