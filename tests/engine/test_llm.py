@@ -239,6 +239,7 @@ def test_an_interrupt_ends_a_stream(calm: LLM, log: EventLog) -> None:
         log.clear()
         timer = threading.Timer(delay_ms / 1000, os.kill, (os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
+            stream = None
             timer.start()
             while True:
                 stream = calm.stream("one", SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
