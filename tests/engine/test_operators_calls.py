@@ -176,6 +176,10 @@ def test_time_limits_end_requests_of_a_sleeping_engine(impatient: AsyncLLM, asyn
         assert "was not started (queue_timeout_s)" in (asleep.error or "")
         await impatient.wake_up()
         assert (await impatient.generate("hello", params(3))).error is None
+        # Limits that were never reached wake nobody up when they are over.
+        cpu_s = thread_cpu_s(impatient)
+        await asyncio.sleep(0.4)
+        assert thread_cpu_s(impatient) - cpu_s < 0.01
 
     run(work)
     assert [event.reason for event in async_log.of(events.RequestFinished)] == ["abort"] * 3 + ["length"]
