@@ -40,7 +40,9 @@ def test_a_tenfold_burst_makes_queues_longer_and_costs_little(
     ours = run_jobs(jobs, num_usable=num_pages, cost=make_cost())
     assert len(ours.ended_s) == len(jobs)
     preempted = ours.num_preemptions / len(jobs)
+    prefill = ours.num_prefill_tokens / sum(job.num_prompt for job in jobs)
     assert preempted <= 0.05
+    assert 1.0 <= prefill < 1.05
     monkeypatch.setattr(_Load, "peak_with", lambda self, candidate: 0.0)
     fixed: dict[int, Report] = {
         limit: run_jobs(jobs, num_usable=num_pages, cost=make_cost(), max_num_seqs=limit) for limit in (8, 12, 16, 24, 32, 40, 48, 64, 128)
@@ -49,7 +51,8 @@ def test_a_tenfold_burst_makes_queues_longer_and_costs_little(
     share = ours.tokens_per_s / best.tokens_per_s
     limit = next(limit for limit, report in fixed.items() if report is best)
     print(
-        f"\n{len(jobs)} requests, {num_pages} pages: preempted {preempted:.1%}, {ours.tokens_per_s:.0f} tokens/s = {share:.3f} of the best "
+        f"\n{len(jobs)} requests, {num_pages} pages: preempted {preempted:.1%}, prefill {prefill:.3f} of the prompts, "
+        f"{ours.tokens_per_s:.0f} tokens/s = {share:.3f} of the best "
         f"fixed max_num_seqs, {limit} ({best.tokens_per_s:.0f}, preempted {best.num_preemptions / len(jobs):.1%}); "
         f"8: {fixed[8].tokens_per_s:.0f}, 128: {fixed[128].tokens_per_s:.0f} (preempted {fixed[128].num_preemptions / len(jobs):.1%})"
     )
