@@ -107,7 +107,8 @@ def test_a_bad_prompt_refuses_the_call_before_any_work(calm: LLM, log: EventLog,
     with pytest.raises(ValueError, match=r"^prompt 2: ") as caught:
         calm.generate(["a", "b", bad, "c"], GREEDY)
     assert type(caught.value) is error
-    assert log == []
+    # The refusal is noted; the others were not even received.
+    assert [type(event) for event in log] == [events.RequestReceived, events.RequestRejected]
     with pytest.raises(error) as alone:
         calm.generate([bad], GREEDY)
     assert not str(alone.value).startswith("prompt 0")
