@@ -132,7 +132,7 @@ class Admission:
             if wanted > pages.num_available:
                 raise AssertionError(f"{candidate} does not fit in an idle engine: {pages.num_in_use} pages are in use by nobody")
             return True
-        reserve = self._reserve_pages if candidate.priority >= DEFAULT_PRIORITY else 0
+        reserve = self._reserve_for(candidate)
         if wanted <= pages.num_available - load.promised - reserve and load.peak_with(candidate) <= OVERCOMMIT * (
             pages.num_usable - reserve
         ):
@@ -142,11 +142,16 @@ class Admission:
         self._no_room = (candidate, running.version)
         return False
 
+    def _reserve_for(self, candidate: Sequence) -> int:
+        """Pages that must stay free when `candidate` is let in beside others."""
+        return self._reserve_pages if candidate.priority >= DEFAULT_PRIORITY else 0
+
     def _choose_victims(self, candidate: Sequence, victims: list[Sequence]) -> list[Sequence] | None:
         """The fewest of `victims` that make room, and the candidate's cached prefix; None, and nothing is changed, if all are too few."""
         pages, running = self._pages, self._running
         candidate.tables = pages.match(candidate.token_ids, candidate.prefix)
-        lacking = running.pages_to_come(candidate) + running.promised_pages() - pages.num_available
+        reserve = self._reserve_for(candidate)
+        lacking = running.pages_to_come(candidate) + running.promised_pages() + reserve - pages.num_available
         # Nobody passes another in the queue for free: then one place is taken even if there is room.
         num_least = int(not running.has_slot or len(running.sequences) >= self._budget.max_rows() or candidate is not self._queue.first())
         chosen: list[Sequence] = []
@@ -155,7 +160,7 @@ class Admission:
                 break
             chosen.append(victim)
             lacking -= pages.num_sole_pages(victim.tables) + running.pages_to_come(victim)
-        if lacking <= 0:
+        if lacking <= (reserve if len(chosen) == len(running.sequences) else 0):
             return chosen
         pages.release(candidate.tables)
         candidate.tables = pages.empty_tables()

@@ -15,10 +15,11 @@ from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient, Generation
 from jaxpaged.engine_control import PauseMode, check_level
 from jaxpaged.engine_thread import EngineThread
-from jaxpaged.errors import EngineDeadError
+from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
+from jaxpaged.interrupts import held_interrupts
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
@@ -91,7 +92,7 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is; nothing happens when it is not there."""
+        """Ends a request wherever it is, still being tokenized or running; nothing happens when there is none of that id."""
         self._thread.abort(request_id)
 
     def check_health(self) -> None:
@@ -168,13 +169,16 @@ class AsyncLLM:
         return self._metrics.snapshot()
 
     def close(self) -> None:
-        """Aborts what is unfinished, stops the thread and gives weights and page pool back; a second call does nothing."""
-        with self._close_lock:
+        """Aborts what is unfinished, stops the thread and gives weights and page pool back; a second call does nothing.
+
+        Ctrl-C waits until that is done; pressed twice it does not, and another call goes on where this one was left.
+        """
+        with held_interrupts(), self._close_lock:
             if not self._is_closed:
-                self._is_closed = True
                 self._thread.close()
                 self._tokenizer_pool.shutdown(wait=True)
                 self._close_sinks()
+                self._is_closed = True
 
     def shutdown(self) -> None:
         """vLLM's name for `close`."""
@@ -202,13 +206,18 @@ class AsyncLLM:
             params = msgspec.structs.replace(params, output_kind=kind)
         loop = asyncio.get_running_loop()
         make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
-        try:
-            making = loop.run_in_executor(self._tokenizer_pool, make)
-        except RuntimeError:  # another thread has closed the engine since the check
-            raise EngineDeadError("the engine is closed") from None
-        request = await making
-        mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
-        self._thread.add(request, mailbox)
+        with self._thread.arriving(request_id) as arrival:
+            try:
+                making = loop.run_in_executor(self._tokenizer_pool, make)
+            except RuntimeError:  # another thread has closed the engine since the check
+                raise EngineDeadError("the engine is closed") from None
+            try:
+                request = await making
+            except JaxpagedError as error:
+                self._thread.reject(self._intake.usable_id(request_id), error)
+                raise
+            mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
+            self._thread.add(request, mailbox, arrival)
         is_finished = False
         try:
             while not is_finished:

@@ -241,7 +241,9 @@ class Engine:
     def drain_failed(self) -> list[RequestOutput]:
         """After a fatal error: ends every unfinished request with it and returns their last outputs, and those the failed step had made."""
         self._in_flight.clear()
-        return self._requests.end_all(self._fatal or "the engine stopped")
+        outputs = self._requests.end_all(self._fatal or "the engine stopped")
+        self._emit.load_changed(self.scheduler, self.pages)
+        return outputs
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages; see `EngineControl.reset_prefix_cache`."""

@@ -48,9 +48,9 @@ class EngineControl:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a pause has no step left to wait for."""
+        """Whether a pause has no step left to wait for, or somebody has resumed."""
         engine = self._engine
-        return not engine.num_in_flight and (not engine.scheduler.is_draining or engine.scheduler.num_running == 0)
+        return not self.is_paused or (not engine.num_in_flight and (not engine.scheduler.is_draining or engine.scheduler.num_running == 0))
 
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> list[RequestOutput]:
         """Stops, and returns the outputs made on the way: `begin_pause`, the steps and `finish_pause` in one call."""

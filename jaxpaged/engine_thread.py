@@ -6,10 +6,11 @@ one request, and the thread fills it through the task's loop.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpaged.engine_control import PauseMode
@@ -19,6 +20,13 @@ from jaxpaged.request import Request, RequestOutput
 
 if TYPE_CHECKING:
     from jaxpaged.engine import Engine
+
+
+class Arrival:
+    """A request that is being tokenized, and whether it was aborted meanwhile. `request_id`: what the user gave, checked or not."""
+
+    def __init__(self, request_id: object) -> None:
+        self.request_id, self.is_aborted = request_id, False
 
 
 class EngineThread:
@@ -35,24 +43,40 @@ class EngineThread:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.mailboxes: dict[str, Mailbox] = {}
+        self._arrivals: list[Arrival] = []
+        self._order = threading.Lock()
+        """An abort is either seen by the request that it is for, or comes after it."""
         self._death: str | None = None
         self.is_closing = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not been closed."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine no longer serves."""
         if self._death is not None:
             raise EngineDeadError(self._death)
-        if self.is_closing or not self._thread.is_alive():
+        if self.is_closing or not self.is_alive:
             raise EngineDeadError("the engine is closed")
 
-    def add(self, request: Request, mailbox: Mailbox) -> None:
+    @contextlib.contextmanager
+    def arriving(self, request_id: object) -> Iterator["Arrival"]:
+        """While inside, a request is on its way to `add`, and an `abort` by its id is kept for it."""
+        arrival = Arrival(request_id)
+        with self._order:
+            self._arrivals.append(arrival)
+        try:
+            yield arrival
+        finally:
+            with self._order:
+                self._arrivals.remove(arrival)
+
+    def add(self, request: Request, mailbox: Mailbox, arrival: "Arrival") -> None:
         """Queues a request; what the engine refuses it with goes into the mailbox. Raises EngineDeadError when closed."""
 
         def command() -> None:
@@ -65,20 +89,25 @@ class EngineThread:
                 raise
             else:
                 self.mailboxes[request.request_id] = mailbox
+                if arrival.is_aborted:
+                    self._abort(request.request_id)
 
-        self._commands.put(command)
+        with self._order:
+            self._commands.put(command)
         if self.is_closing:  # the thread may have passed its last look at the commands
             raise EngineDeadError("the engine is closed")
 
+    def reject(self, request_id: str, error: JaxpagedError) -> None:
+        """Notes a request that was turned away on its way to `add`."""
+        self._commands.put(lambda: self._engine.reject(request_id, error))
+
     def abort(self, request_id: str) -> None:
-        """Ends a request; nothing happens when it is not there."""
-
-        def command() -> None:
-            output = self._engine.abort(request_id)
-            if output is not None:
-                self._deliver([output])
-
-        self._commands.put(command)
+        """Ends a request, on its way or here; nothing happens when it is neither."""
+        with self._order:
+            for arrival in self._arrivals:
+                if arrival.request_id == request_id:
+                    arrival.is_aborted = True
+            self._commands.put(lambda: self._abort(request_id))
 
     def forget(self, request_id: str, mailbox: Mailbox) -> None:
         """Aborts a request whose task has left, unless the id has come to belong to another one."""
@@ -131,28 +160,43 @@ class EngineThread:
         """Aborts what is unfinished and stops; returns when the engine is closed."""
         self.is_closing = True
         self._commands.put(lambda: None)
+        # A `join` that Ctrl-C interrupts takes the thread for ended (Python 3.12), and would not wait when it is called again.
+        self._ended.wait()
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._ended.set()
+
+    def _serve(self) -> None:
         engine = self._engine
-        while not self.is_closing and self._death is None:
+        while self._is_serving():
             self._obey(is_idle=not engine.has_step)
-            self._abort_for_closed_loops()
-            if not engine.has_step or self.is_closing or self._death is not None:
-                continue
+            if not self._is_serving():
+                break
             try:
-                self._deliver(engine.step())
+                self._abort_for_closed_loops()
+                if engine.has_step:
+                    self._deliver(engine.step())
             except Exception as error:
                 self._die(error)
         while not self.is_closing:
             self._obey(is_idle=True)
         self._obey(is_idle=False)
         for request_id in list(self.mailboxes):
-            output = engine.abort(request_id)
-            if output is not None:
-                self._deliver([output])
+            self._abort(request_id)
         engine.close()
         self._obey(is_idle=False)
+
+    def _is_serving(self) -> bool:
+        return not self.is_closing and self._death is None
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort(request_id)
+        if output is not None:
+            self._deliver([output])
 
     def _obey(self, *, is_idle: bool) -> None:
         """Runs the commands that are there; an idle engine waits for one, or until a paused request reaches a time limit."""
@@ -167,9 +211,9 @@ class EngineThread:
             self._die(error)
 
     def _patience_s(self) -> float | None:
-        """Seconds until `step` must be called although nothing is computed."""
+        """Seconds until `step` must be called although nothing is computed: only somebody who waits has a time limit to reach."""
         engine = self._engine
-        if engine.next_deadline_s is None or self._death is not None:
+        if not engine.has_work or engine.next_deadline_s is None or self._death is not None:
             return None
         return max(0.0, engine.next_deadline_s - engine.clocks.monotonic())
 

@@ -2,12 +2,13 @@
 
 import itertools
 import operator
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxpaged.errors import ChatTemplateError, InvalidRequestError
+from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class Intake:
         eos_token_ids: frozenset[int],
         vocab: int,
         seed: int,
+        max_model_len: int | None = None,
     ) -> None:
         """Prepares for one model.
 
@@ -40,10 +42,14 @@ class Intake:
             eos_token_ids: every id that ends an answer.
             vocab: ids of a prompt lie below it.
             seed: seeds the requests that bring none.
+            max_model_len: tokens of the context; a text that is too long for it in any case is refused before it is tokenized.
         """
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self._vocab = vocab
         self._seed = seed
+        self._max_model_len = max_model_len
+        # Drawn, so that only who has seen it can give an id that looks like an automatic one.
+        self._id_prefix = f"req-{secrets.token_hex(2)}-"
         # Counting is atomic, so threads can share these.
         self._seed_indices = itertools.count()
         self._ids = itertools.count()
@@ -52,8 +58,12 @@ class Intake:
         self.default_params = SamplingParams(**(NEUTRAL_SAMPLING | defaults))
 
     def new_id(self) -> str:
-        """A request id that no other request of this engine has."""
-        return f"req-{next(self._ids)}"
+        """A request id that no other request of this engine has or may be given."""
+        return f"{self._id_prefix}{next(self._ids)}"
+
+    def usable_id(self, request_id: object) -> str:
+        """What to call a request that was refused: the id that it came with, or a new one if that is at fault."""
+        return self.new_id() if request_id is None or not _is_id(request_id) else str(request_id)
 
     def request(
         self, prompt: Prompt, params: SamplingParams | None, *, arrival_s: float, request_id: str | None = None, priority: int = 0
@@ -71,8 +81,13 @@ class Intake:
             InvalidRequestError: a malformed prompt or salt, or ids, parameters or priority out of range. (Lengths are checked by
                 `Scheduler.check_fits`.)
         """
-        if request_id is not None and not (isinstance(request_id, str) and 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS):
-            raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+        if request_id is not None:
+            if not _is_id(request_id):
+                raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+            if request_id.startswith(self._id_prefix):
+                raise InvalidRequestError(
+                    f"A request_id that begins with {self._id_prefix!r} is given by this engine alone: choose another", param="request_id"
+                )
         prompt, cache_salt = _without_salt(prompt)
         text, token_ids = self._token_ids(prompt)
         params = self._complete(params)
@@ -146,10 +161,23 @@ class Intake:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
+        if self._max_model_len is not None and num_bytes >= self._max_model_len:
+            self._check_bytes(num_bytes, self._max_model_len)
         return self.tokenizer.encode(text)
+
+    def _check_bytes(self, num_bytes: int, max_model_len: int) -> None:
+        """Tokenizing takes a second for every few megabytes, which a text that cannot fit is not worth."""
+        longest = self.tokenizer.max_bytes_per_token
+        if longest is None or (least := -(-num_bytes // longest)) < max_model_len:
+            return
+        raise ContextLengthError(
+            f"The prompt has {num_bytes} bytes, which are at least {least} tokens since none is longer than {longest} bytes, and the "
+            f"context has {max_model_len}: shorten the prompt to at most {max_model_len - 1} tokens",
+            param="prompt",
+        )
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
         if params is None:
@@ -158,6 +186,10 @@ class Intake:
             raise InvalidRequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}", param="sampling_params")
         unset = {name: getattr(self.default_params, name) for name in NEUTRAL_SAMPLING if getattr(params, name) is None}
         return msgspec.structs.replace(params, **unset) if unset else params
+
+
+def _is_id(request_id: object) -> bool:
+    return isinstance(request_id, str) and 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS
 
 
 def _without_salt(prompt: Prompt) -> tuple[Prompt, Any]:

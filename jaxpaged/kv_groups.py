@@ -86,7 +86,8 @@ class PageArithmetic:
         num_pages = num_entries * self.num_full
         for (index, _), most in zip(self.windows, self._most_windowed, strict=True):
             num_held = len(tables[index]) - self.num_given_back(tables[index])
-            num_pages += min(num_entries, max(0, most - num_held))
+            # Steps in flight keep what is behind a window: a sequence that holds the most already takes a page before one comes back.
+            num_pages += min(num_entries, max(1, most - num_held))
         return num_pages
 
     def num_given_back(self, table: Sequence[int]) -> int:

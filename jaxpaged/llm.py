@@ -130,7 +130,12 @@ class LLM:
             EnginePausedError: the engine is paused or asleep, at the first `next`.
         """
         params = msgspec.structs.replace(sampling_params or self._intake.default_params, output_kind=RequestOutputKind.DELTA)
-        request = self._intake.request(prompt, params, arrival_s=time.monotonic(), priority=priority)
+        try:
+            request = self._intake.request(prompt, params, arrival_s=time.monotonic(), priority=priority)
+        except JaxpagedError as error:
+            with self._turns.turn():
+                self._engine.reject(self._intake.new_id(), error)
+            raise
         mail: list[RequestOutput] = []
         try:
             with self._turns.turn():
@@ -251,19 +256,23 @@ class LLM:
         now = time.monotonic()
         for index, (prompt, own, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             interrupt.check()
+            num_prompt_tokens = 0
             try:
                 own = own or self._intake.default_params
                 request = self._intake.request(prompt, own, arrival_s=now, priority=priority)
                 # Outputs before the last are not looked at, so they are not made.
                 final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
                 request = msgspec.structs.replace(request, params=final)
-                self._engine.scheduler.check_fits(len(request.prompt_token_ids))
+                num_prompt_tokens = len(request.prompt_token_ids)
+                self._engine.scheduler.check_fits(num_prompt_tokens)
                 checked.append((index, request))
             except InvalidRequestError as error:
+                refused_id = self._intake.new_id()
+                self._engine.reject(refused_id, error, num_prompt_tokens=num_prompt_tokens)
                 if on_error == "raise":
                     at = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise type(error)(at + error.message, param=error.param) from error
-                outputs[index] = failed_output(self._intake.new_id(), prompt, error, now)
+                outputs[index] = failed_output(refused_id, prompt, error, now)
         added: list[str] = []
         try:
             for _, request in checked:

@@ -105,20 +105,23 @@ class OpenRequests:
         """
         now = self._clocks.monotonic()
         moved: dict[OpenRequest, None] = {}
+        by_sequence, outputs = self._by_sequence, self._outputs
         for row in rows:
-            opened, answer = self._by_sequence[row.sequence.request_id]
+            sequence = row.sequence
+            opened, answer = by_sequence[sequence.request_id]
             if opened.error is None:
                 self._take_token(opened, answer, now)
-            if answer.sequence.is_finished:
+            if sequence.is_finished:
                 self._end_text(opened, answer)
-            answer.is_moved = answer.is_moved or answer.is_due()
+            elif answer.is_due():
+                answer.is_moved = True
             if answer.is_moved:
                 moved[opened] = None
         for opened in moved:
-            if opened.is_over:
-                self._outputs.append(self._end(opened))
+            if opened.num_open == 0:
+                outputs.append(self._end(opened))
             elif opened.request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                self._outputs.append(opened.output())
+                outputs.append(opened.output())
 
     def collect(self) -> list[RequestOutput]:
         """What is new since the last call."""
@@ -159,12 +162,14 @@ class OpenRequests:
         """Once for each sample, when its sequence has finished; a request that has failed gets no more text."""
         if answer.is_ended:
             return
+        answer.is_ended = answer.is_moved = True
+        opened.num_open -= 1
         if opened.error is None:
             try:
                 answer.finish_text()
             except Exception as error:
+                self._scheduler.finish(answer.sequence, FinishReason.ERROR)
                 self._fail(opened, f"the answer's text could not be made: {error}")
-        answer.is_ended = answer.is_moved = True
 
     def _end(self, opened: OpenRequest) -> RequestOutput:
         """The last output of a request that is over."""

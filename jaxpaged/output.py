@@ -17,6 +17,8 @@ class Answer:
         is_ended: its sequence has finished, and its text is complete.
     """
 
+    __slots__ = ("_detokenizer", "_new_text", "_num_given_tokens", "_params", "index", "is_ended", "is_moved", "sequence")
+
     def __init__(self, sequence: Sequence, index: int, tokenizer: Tokenizer) -> None:
         params = sequence.request.params
         self.sequence = sequence
@@ -92,18 +94,17 @@ class OpenRequest:
         answers: one for each sample, by index.
         metrics: times and counts over all samples.
         error: what to tell whoever asked, if it fails or is given up.
+        num_open: answers that have not ended.
     """
+
+    __slots__ = ("answers", "error", "metrics", "num_open", "request")
 
     def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
         self.request = request
         self.answers = [Answer(sequence, index, tokenizer) for index, sequence in enumerate(samples)]
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
         self.error: str | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every sample has ended."""
-        return all(answer.sequence.is_finished for answer in self.answers)
+        self.num_open = len(samples)
 
     @property
     def num_output_tokens(self) -> int:
@@ -118,15 +119,17 @@ class OpenRequest:
 
     def output(self) -> RequestOutput:
         """All samples as they are, or (kind DELTA) those that have moved since the last time."""
-        is_delta = self.request.params.output_kind is RequestOutputKind.DELTA
+        request, metrics, answers = self.request, self.metrics, self.answers
+        if len(answers) > 1 and request.params.output_kind is RequestOutputKind.DELTA:
+            answers = [answer for answer in answers if answer.is_moved]
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[answer.completion() for answer in self.answers if answer.is_moved or not is_delta],
-            finished=self.is_over,
-            metrics=self.metrics,
-            num_cached_tokens=self.metrics.num_cached_tokens,
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[answer.completion() for answer in answers],
+            finished=self.num_open == 0,
+            metrics=metrics,
+            num_cached_tokens=metrics.num_cached_tokens,
             error=self.error,
         )
 

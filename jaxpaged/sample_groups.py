@@ -38,11 +38,6 @@ class SampleGroups:
         """All that are held back."""
         return [sequence for followers in self._followers.values() for sequence in followers]
 
-    def is_waited_for(self, sequence: Sequence) -> bool:
-        """Whether others are held back until `sequence` has the whole pages of its prompt, computed or found."""
-        group = sequence.request.sample_group
-        return group is not None and self._leaders.get(group) is sequence
-
     def freed_by_progress(self, sequence: Sequence) -> list[Sequence]:
         """Followers that may be queued now, since the whole pages of the prompt of `sequence` are computed, by it or by others before."""
         group = sequence.request.sample_group

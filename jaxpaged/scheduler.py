@@ -219,9 +219,7 @@ class Scheduler:
             end = row.start + row.num_tokens
             if sequence.status is running:
                 sequence.num_confirmed_tokens = end
-                if row.start // page_size != end // page_size or (
-                    sequence.request.sample_group is not None and self._samples.is_waited_for(sequence)
-                ):
+                if row.start // page_size != end // page_size:
                     full.append(sequence)
             if row.samples:
                 sequence.num_pending_ids -= 1

@@ -95,6 +95,32 @@ class TokenBytes:
         return spelling.encode()
 
 
+def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
+    """Bytes of text that one token stands for at most; None where that cannot be told.
+
+    It can for byte-level vocabularies whose tokenizer drops nothing of the text on the way.
+    """
+    normalizer, pre_tokenizer, decoder = (_state(part) for part in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder))
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    is_whole = (
+        tokenizer.truncation is None
+        and decoder["type"] == "ByteLevel"
+        and normalizer["type"] in ("none", "NFC")
+        and all(step["type"] in ("ByteLevel", "Digits", "Split") and step.get("behavior") != "Removed" for step in steps)
+        and not any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    )
+    if not is_whole:
+        return None
+    alphabet = _byte_alphabet().keys()
+    longest = max((len(name) if alphabet >= set(name) else len(name.encode()) for name in tokenizer.get_vocab()), default=0)
+    # NFC makes UTF-8 shorter by a factor of 3 at most (Unicode Standard Annex 15, table of expansion factors).
+    return max(1, longest) * (3 if normalizer["type"] == "NFC" else 1)
+
+
+def _state(part: Any) -> dict[str, Any]:
+    return {"type": "none"} if part is None else json.loads(part.__getstate__())
+
+
 def _byte_alphabet() -> dict[str, int]:
     # GPT-2's: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up, in order.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

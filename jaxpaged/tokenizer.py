@@ -10,7 +10,7 @@ import tokenizers
 from jaxpaged.chat_template import TIMEOUT_S, ChatTemplate, check_messages, plain_value, read_chat_template
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
-from jaxpaged.token_bytes import TokenBytes
+from jaxpaged.token_bytes import TokenBytes, max_bytes_per_token
 from jaxpaged.tokenizer_files import StoredTokenizer, load_folder
 
 if TYPE_CHECKING:
@@ -84,6 +84,11 @@ class Tokenizer:
         from jaxpaged.gguf_tokenizer import load_gguf  # late: reading GGUF takes numpy
 
         return cls(load_gguf(path, cache_folder), chat_template=chat_template)
+
+    @cached_property
+    def max_bytes_per_token(self) -> int | None:
+        """Bytes of text that one token stands for at most; None where nothing of the kind is certain."""
+        return max_bytes_per_token(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of one text; control tokens spelled in it count as such. Other threads run meanwhile.

@@ -129,6 +129,28 @@ def unchecked_types() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def one_row_log() -> EventLog:
+    """Events of the engine below."""
+    return EventLog()
+
+
+@pytest.fixture(scope="session")
+def one_row_llm(tiny_folder: Path, programs: Path, one_row_log: EventLog) -> Iterator[LLM]:
+    """A tiny engine that runs one request at a time, of up to 64 tokens, and lets four wait."""
+    config = tiny_config(
+        tiny_folder,
+        programs=programs,
+        token_buckets=(16,),
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+        max_model_len=64,
+        max_num_queued_requests=4,
+    )
+    with LLM(config=config, sinks=[one_row_log]) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def async_log() -> EventLog:
     """Events of the engines below."""
     return EventLog()

@@ -14,7 +14,6 @@ from jaxpaged.start import Started
 from tests.engine.async_bench import params, run
 from tests.engine.conftest import tiny_bench
 from tests.fakes import EventLog
-from tests.tiny_engine import tiny_config
 
 pytestmark = pytest.mark.jax
 
@@ -22,16 +21,15 @@ LONG = list(range(5, 45))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def log() -> EventLog:
-    return EventLog()
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_folder: Any, programs: Any, log: EventLog) -> Any:
+@pytest.fixture
+def llm(one_row_llm: LLM) -> LLM:
     """One row, so that the order of admission shows."""
-    with LLM(config=tiny_config(tiny_folder, programs=programs, max_num_seqs=1), sinks=[log]) as llm:
-        yield llm
+    return one_row_llm
+
+
+@pytest.fixture
+def log(one_row_log: EventLog) -> EventLog:
+    return one_row_log
 
 
 def first_scheduled(log: EventLog) -> list[str]:

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
-from jaxpaged.programs import use_persistent_cache
+from jaxpaged.model_runner import ModelRunner
+from jaxpaged.programs import CompilationWatch, use_persistent_cache
+from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
 
@@ -30,3 +33,22 @@ def test_a_folder_that_cannot_be_made_stops_nothing_and_warns_of_nothing(tmp_pat
     use_persistent_cache(tmp_path / "file" / "programs")
     jax.jit(lambda x: x * 5 + 2).lower(1.0).compile()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_start_that_fails_late_stops_listening(tiny_folder: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step fails, when all programs are there: nobody goes on counting compilations for a runner that does not exist."""
+    ends: list[CompilationWatch] = []
+    close = CompilationWatch.close
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no step works")
+
+    def closing(watch: CompilationWatch) -> None:
+        ends.append(watch)
+        close(watch)
+
+    monkeypatch.setattr(CompilationWatch, "close", closing)
+    monkeypatch.setattr(ModelRunner, "run", fail)
+    with pytest.raises(RuntimeError, match="no step works"):
+        start_tiny(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16)
+    assert len(ends) == 1

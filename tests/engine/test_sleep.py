@@ -14,7 +14,7 @@ from jaxpaged.model_runner import ModelRunner
 from jaxpaged.request import FinishReason
 from jaxpaged.start import Started
 from tests.engine.conftest import live_bytes
-from tests.fakes import Bench, EventLog
+from tests.fakes import Bench
 from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
@@ -185,18 +185,3 @@ def test_a_device_that_fails_on_the_way_is_dead(bench: Bench, monkeypatch: pytes
     assert bench.engine.is_dead
     bench._take(bench.engine.drain_failed())
     assert bench.last[request_id].outputs[0].finish_reason is FinishReason.ERROR
-
-
-def test_closing_while_asleep(tiny_folder: Path, programs: Path) -> None:
-    before = live_bytes()
-    log = EventLog()
-    started = start_tiny(tiny_folder, programs=programs, sinks=[log], token_buckets=(16,), max_num_batched_tokens=16)
-    engine = started.engine
-    engine.control.sleep(1)
-    engine.add(started.intake.request("a", None, arrival_s=0.0))
-    engine.close()
-    engine.close()
-    assert [event.reason for event in log.of(events.RequestFinished)] == ["abort"]
-    assert isinstance(log[-1], events.EngineStopped)
-    del started, engine
-    assert live_bytes() == before

@@ -30,6 +30,17 @@ def test_a_request_is_added_and_finished() -> None:
     ]
 
 
+def test_several_answers_are_counted() -> None:
+    event = finished("x", num_samples=3)
+    assert texts(event)[0].startswith("request x finished (stop): 3 answers, 41 tokens, ")
+
+
+def test_the_load_apart_from_steps() -> None:
+    load = events.LoadChanged(time_s=START_S, num_running=2, num_waiting=1, num_pages_total=8, num_pages_in_use=2, num_pages_cached=3)
+    assert only(load) == (Level.DEBUG, "running 2, waiting 1; pages 25.0 % of 8 in use")
+    assert from_line(to_line(load)) == load
+
+
 def test_waiting_preemption_and_errors_are_told() -> None:
     assert texts(
         scheduled("a", queue_s=0.25),
@@ -140,6 +151,9 @@ def test_ready_says_what_runs() -> None:
         (events.SinkDropped(time_s=0.0, sink="run.log", count=3, message="No space left on device"), Level.WARNING),
         (events.HealthChanged(time_s=0.0, state="dead", message="ValueError: x"), Level.ERROR),
         (events.HealthChanged(time_s=0.0, state="ready"), Level.DEBUG),
+        (events.HealthChanged(time_s=0.0, state="ready", message="resumed"), Level.INFO),
+        (events.HealthChanged(time_s=0.0, state="paused"), Level.INFO),
+        (events.HealthChanged(time_s=0.0, state="sleeping", message="level 1"), Level.INFO),
         (events.EngineStopped(time_s=0.0), Level.INFO),
         (events.EngineStopped(time_s=0.0, message="the step failed"), Level.ERROR),
         (events.RequestRejected(time_s=0.0, request_id="a", code="invalid_value", message="no"), Level.INFO),

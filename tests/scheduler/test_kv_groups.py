@@ -90,6 +90,16 @@ def test_a_hit_ends_where_a_window_has_a_hole() -> None:
     assert hits == [6, 5, 0, 0, 0]
 
 
+def test_pages_that_a_sequence_will_take_while_steps_in_flight_keep_those_behind_its_window() -> None:
+    """A window of 6 at pages of 4 holds at most 4 pages when nothing is in flight."""
+    arithmetic = PageArithmetic(MIXED, 4)
+    full = list(range(1, 7))
+    to_come = arithmetic.pages_to_come
+    assert [to_come((full, [0, 0, 0, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
+    assert [to_come((full, [0, 0, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
+    assert [to_come((full, [1, 2, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
+
+
 def test_the_same_tokens_of_two_groups_are_two_pages() -> None:
     manager = PageManager(40, 4, groups=(FULL, FULL))
     tables, prefix = manager.empty_tables(), PrefixChain()

@@ -118,6 +118,24 @@ def test_a_long_prompt_beside_decoders_and_newcomers(num_decoders: int, depth: i
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seconds", [10.0, pytest.param(300.0, marks=LONG)])
+def test_long_prompts_come_one_after_another_beside_decoders(seconds: float, depth: int) -> None:
+    """L6, the reverse: decoders in every step, and long prompts at 0.9 of what is left; each ends within 3 solo times by the load."""
+    budget, num_decoders, num_long = 64, 24, 500
+    chunk_s = 0.01 + 0.001 * budget
+    solo_s, load = num_long / budget * chunk_s, budget / (budget - num_decoders)
+    every_s = solo_s * load / 0.9
+    prompts = [Job(1.0 + number * every_s, num_long, 1, 1) for number in range(int(seconds / every_s))]
+    decoders = [Job(0.0, 5, int(1.5 * seconds / chunk_s), 100_000) for _ in range(num_decoders)]
+    report = run_jobs(
+        [*decoders, *prompts], num_usable=20_000, cost=default_cost, max_num_batched_tokens=budget, max_num_seqs=32, depth=depth
+    )
+    assert max(report.ended_s[job] - job.arrival_s for job in prompts) <= 3 * solo_s * load
+    assert max(report.gaps_s) <= 2 * chunk_s
+    assert report.end_s > seconds
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_many_long_prompts_at_once_all_end_in_their_turn(depth: int) -> None:
     budget, num_long, num_prompts = 64, 2000, 8
     jobs = [Job(0.0, num_long, 10, 10) for _ in range(num_prompts)]

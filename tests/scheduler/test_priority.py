@@ -215,6 +215,23 @@ def test_pages_of_the_reserve(is_hopeful: bool, priority: int, is_admitted: bool
     assert bool(step(scheduler).admitted) == is_admitted
 
 
+@pytest.mark.parametrize(
+    ("reserve_pages", "preempted"), [(0, ["c"]), (1, ["c", "b"]), (3, ["c", "b"]), (4, ["c", "b", "a"]), (9, ["c", "b", "a"])]
+)
+def test_who_takes_a_place_leaves_the_reserve_as_well(reserve_pages: int, preempted: list[str]) -> None:
+    """Of 10 pages each of three holds 3, and 4 are wanted. A reserve keeps nobody out of an engine of its own."""
+    scheduler = make_scheduler(num_usable=10, page_size=4)
+    for request_id in "abc":
+        add(scheduler, request_id, 7, max_tokens=5, priority=2)
+    step(scheduler)
+    step(scheduler)
+    scheduler._admission._reserve_pages = reserve_pages
+    add(scheduler, "high", 13, max_tokens=3, priority=1)
+    assert step(scheduler).decision == "admitted 0 of 1: pages"
+    scheduled = step(scheduler)
+    assert (ids_of(scheduled.preempted), ids_of(scheduled.admitted)) == (preempted, ["high"])
+
+
 @pytest.mark.parametrize(("reserve_pages", "is_admitted"), [(0, True), (1, True), (2, False)])
 def test_the_forecast_leaves_the_reserve_out(reserve_pages: int, is_admitted: bool) -> None:
     """Answers of 40 tokens after prompts of 4 fill 11 pages each. One page less in all is taken for enough, two are not."""

@@ -49,6 +49,16 @@ def test_random_worlds(first_seed: int) -> None:
     simulate_all(range(first_seed, first_seed + WORLDS_PER_TEST))
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        6428,  # a windowed sequence took the page of one that had displaced another in the same step
+    ],
+)
+def test_worlds_of_the_long_run_that_once_failed(seed: int) -> None:
+    simulate(seed)
+
+
 @pytest.mark.tier("long", area="pages")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first_seed", range(0, 20_000, LONG_WORLDS_PER_TEST))

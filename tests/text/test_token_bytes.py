@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxpaged.errors import UnsupportedModelError
-from jaxpaged.token_bytes import DecodeRule, TokenBytes, read_decode_rule
+from jaxpaged.token_bytes import DecodeRule, TokenBytes, max_bytes_per_token, read_decode_rule
 from tests.text.vocabularies import CONTROL, SPACE, byte_level, byte_level_backend, sentencepiece, sentencepiece_backend, spell
 
 
@@ -117,3 +117,31 @@ def test_the_alphabet_agrees_with_the_librarys() -> None:
     [(spelled, _)] = BYTE_LEVEL_LIBRARY.pre_tokenizer.pre_tokenize_str("東京")
     assert spell("東京") == spelled
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(content)) == content
+
+
+@pytest.mark.parametrize("has_nfc", [False, True])
+def test_no_token_stands_for_more_bytes_than_said(has_nfc: bool) -> None:
+    backend = byte_level_backend()
+    if has_nfc:
+        backend.normalizer = normalizers.NFC()
+    longest = max_bytes_per_token(backend)
+    assert longest == len("<|endoftext|>") * (3 if has_nfc else 1)
+    # The worst of NFC: Hangul syllables spelled in three letters each.
+    for text in ("hello hello world" * 9, "<|endoftext|>" * 9, "\u1112\u1161\u11ab" * 40, "a\u0323\u0307" * 40, "日本🧑é\n\n"):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert len(text.encode()) <= longest * len(ids)
+
+
+def test_where_a_tokenizer_drops_text_nothing_is_said_of_bytes() -> None:
+    assert max_bytes_per_token(sentencepiece_backend()) is None
+    lowering, swallowing, removing, cutting = (byte_level_backend() for _ in range(4))
+    lowering.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    swallowing.add_special_tokens([AddedToken("<|say|>", rstrip=True)])
+    removing.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    cutting.enable_truncation(5)
+    assert [max_bytes_per_token(backend) for backend in (lowering, swallowing, removing, cutting)] == [None] * 4
+    split = byte_level_backend()
+    split.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(use_regex=False)])
+    assert max_bytes_per_token(split) == 13
