@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from jaxpaged import events
 from jaxpaged.batch import BatchLayout
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
@@ -32,8 +34,6 @@ from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
 from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.text.vocabularies import byte_level
 
 PARTS = ("schedule", "pack", "update", "detokenize")
