@@ -216,3 +216,20 @@ def test_a_cached_prefix_needs_only_the_window(runner: ModelRunner, mixed: Windo
     check(bench, mixed, prompts)
     assert [bench.last[request_id].num_cached_tokens for request_id in prompts] == [0, 0, 144, 128]
     bench.after_check()
+
+
+def test_a_windowed_model_answers_beyond_its_pool(weights: tuple[LoadedModel, Tensors]) -> None:
+    """350 tokens would take 22 pages, and the pool has 11; page tables are as long as the context all the same."""
+    windowed = make(weights, WINDOWS["all"])
+    num_pages = 12
+    page_bytes = 2 * 4 * SHAPE["kv_heads"] * 16 * SHAPE["head_dim"] * 4
+    limits = StepLimits(max_model_len=400, max_num_seqs=2, max_num_batched_tokens=32, token_buckets=(32,))
+    cache = CacheConfig(memory=num_pages * page_bytes)
+    runner = ModelRunner(windowed.loaded, limits=limits, cache=cache, num_ids=byte_level().vocab_size, max_parallel=1)
+    assert (runner.num_pages, runner.layouts[0].max_pages) == (num_pages, 25)
+    bench = Bench(runner, byte_level(), enable_prefix_caching=False, max_in_flight=2, canary_tokens=4)
+    bench.add(PROMPT, request_id="long", max_tokens=200, ignore_eos=True)
+    bench.run()
+    assert len(bench.ids("long")) == 200
+    check(bench, windowed, {"long": PROMPT})
+    bench.after_check()
