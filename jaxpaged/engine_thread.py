@@ -172,13 +172,14 @@ class EngineThread:
 
     def _serve(self) -> None:
         engine = self._engine
-        while not self.is_closing and self._death is None:
+        while self._is_serving():
             self._obey(is_idle=not engine.has_step)
-            self._abort_for_closed_loops()
-            if not engine.has_step or self.is_closing or self._death is not None:
-                continue
+            if not self._is_serving():
+                break
             try:
-                self._deliver(engine.step())
+                self._abort_for_closed_loops()
+                if engine.has_step:
+                    self._deliver(engine.step())
             except Exception as error:
                 self._die(error)
         while not self.is_closing:
@@ -188,6 +189,9 @@ class EngineThread:
             self._abort(request_id)
         engine.close()
         self._obey(is_idle=False)
+
+    def _is_serving(self) -> bool:
+        return not self.is_closing and self._death is None
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
@@ -207,9 +211,9 @@ class EngineThread:
             self._die(error)
 
     def _patience_s(self) -> float | None:
-        """Seconds until `step` must be called although nothing is computed."""
+        """Seconds until `step` must be called although nothing is computed: only somebody who waits has a time limit to reach."""
         engine = self._engine
-        if engine.next_deadline_s is None or self._death is not None:
+        if not engine.has_work or engine.next_deadline_s is None or self._death is not None:
             return None
         return max(0.0, engine.next_deadline_s - engine.clocks.monotonic())
 

@@ -58,7 +58,8 @@ class EngineTurns:
                 mail.append(output)
 
     def check_takes_requests(self) -> None:
-        """Raises EnginePausedError when a request would wait for a `resume` that its own caller keeps from coming."""
+        """Raises EnginePausedError when a request would wait for a `resume` that its own caller keeps from coming; EngineDeadError."""
+        self._engine.check_alive()
         if self._engine.control.is_sleeping:
             raise EnginePausedError("the engine is asleep: call wake_up()")
         if self._engine.control.is_paused:

@@ -26,6 +26,7 @@ HOST_MODULES = (
     "jaxpaged.config",
     "jaxpaged.detokenizer",
     "jaxpaged.engine_client",
+    "jaxpaged.engine_control",
     "jaxpaged.engine_events",
     "jaxpaged.engine_thread",
     "jaxpaged.engine_turns",

@@ -302,9 +302,16 @@ def test_a_closed_one_says_so(tiny_folder: Path, programs: Path) -> None:
     llm = LLM(config=tiny_config(tiny_folder, programs=programs), sinks=[])
     stream = llm.stream("hello", GREEDY)
     next(stream)
+    llm.pause("keep")
+    for _ in range(sum(map(len, llm._turns.mail.values()))):
+        next(stream)
+    closer = threading.Timer(0.05, llm.close)
+    closer.start()
+    with pytest.raises(EngineDeadError, match="closed"):
+        next(stream)  # waits for somebody to resume
+    closer.join()
     llm.close()
-    llm.close()
-    for call in (lambda: llm.generate("a"), lambda: next(stream), lambda: next(llm.stream("a"))):
+    for call in (lambda: llm.generate("a"), lambda: next(llm.stream("a"))):
         with pytest.raises(EngineDeadError, match="closed"):
             call()
 
