@@ -123,7 +123,6 @@ class ModelRunner:
         device = device_memory(jax.devices()[0])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)
         self.num_pages = 2
-        slot_bytes = limits.max_num_seqs * self.vocab * SLOT_BYTES_PER_TOKEN
         scratch = 0
         if device is not None and cache.memory is None:
             largest = self._layout(limits.token_buckets[-1])
@@ -135,7 +134,7 @@ class ModelRunner:
             least_pages=arithmetic.peak_pages(1),
             most_pages=limits.most_pages(arithmetic),
             device=device,
-            temporary_bytes=scratch + slot_bytes,
+            temporary_bytes=scratch + self.slot_bytes,
         )
         fitting = arithmetic.most_tokens(self.num_pages - 1, limits.max_model_len)
         if fits_context:
@@ -161,6 +160,11 @@ class ModelRunner:
     def pool_bytes(self) -> int:
         """Bytes of the page pool."""
         return self.num_pages * self.cache_shape.page_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of what the device keeps of each slot: the last id, and a count and a bias per token of the vocabulary."""
+        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab)
 
     @property
     def num_compiled_while_running(self) -> int:
