@@ -37,10 +37,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxpaged.request import MAX_EOS_IDS, MAX_STOP_TOKEN_IDS
+from jaxpaged.request import MAX_BAD_WORDS, MAX_EOS_IDS, MAX_STOP_TOKEN_IDS
 
-MAX_BANNED_IDS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS
-"""End and stop ids of a row that `min_tokens` keeps away."""
+MAX_BANNED_IDS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS + MAX_BAD_WORDS
+"""End and stop ids of a row that `min_tokens` keeps away, and last tokens of bad words."""
 
 
 class SamplingRows(NamedTuple):
@@ -50,6 +50,10 @@ class SamplingRows(NamedTuple):
     top_k: Int32[Array, "seqs"]
     top_p: Float[Array, "seqs"]
     min_p: Float[Array, "seqs"]
+    presence_penalty: Float[Array, "seqs"]
+    frequency_penalty: Float[Array, "seqs"]
+    repetition_penalty: Float[Array, "seqs"]
+    has_bias: Int32[Array, "seqs"]
     seed: UInt32[Array, "seqs 2"]
     position: Int32[Array, "seqs"]
     banned_ids: Int32[Array, "seqs banned"]
@@ -104,6 +108,10 @@ class BatchLayout(NamedTuple):
             ("top_k", (seqs,)),
             ("top_p", (seqs,)),
             ("min_p", (seqs,)),
+            ("presence_penalty", (seqs,)),
+            ("frequency_penalty", (seqs,)),
+            ("repetition_penalty", (seqs,)),
+            ("has_bias", (seqs,)),
             ("seed", (seqs, 2)),
             ("position", (seqs,)),
             ("banned_ids", (seqs, MAX_BANNED_IDS)),
@@ -116,7 +124,7 @@ class BatchLayout(NamedTuple):
         return sum(int(np.prod(shape)) for _, shape in self.fields)
 
 
-FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p"})
+FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 UNSIGNED_FIELDS = frozenset({"seed"})
 
 

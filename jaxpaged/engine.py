@@ -18,6 +18,7 @@ from jaxpaged.page_manager import PageManager
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
 from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledStep, Scheduler
+from jaxpaged.slot_rows import slot_row
 from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
 
@@ -199,6 +200,8 @@ class Engine:
         num_tokens = sum(row.num_tokens for row in step.rows)
         layout = self.runner.layout_for(num_tokens)
         blob = self._packer.pack(step.rows, layout)
+        for row in self._packer.newcomers:
+            self.runner.write_slot(row.slot, slot_row(row.sequence, self.runner.vocab))
         pack_s, started_s = timer.lap(), timer.last
         ids = self.runner.run(layout, blob)
         # Handing over takes no time on a device, and the whole step on a runner that waits.

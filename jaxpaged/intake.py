@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from jaxpaged.request import Request, SamplingParams
+from jaxpaged.request import MAX_BAD_WORDS, Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -17,7 +17,7 @@ type Prompt = str | Sequence[int] | Mapping[str, Any]
 
 type Messages = Sequence[Mapping[str, Any]]
 
-NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 MAX_REQUEST_ID_CHARS = 1024
 
 
@@ -91,11 +91,11 @@ class Intake:
         prompt, cache_salt = _without_salt(prompt)
         text, token_ids = self._token_ids(prompt)
         params = self._complete(params)
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self._vocab:
-                raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}, and the model has ids 0 to {self._vocab - 1}", param="stop_token_ids"
-                )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= self._vocab:
+                    raise InvalidRequestError(f"{name} holds {token_id}, and the model has ids 0 to {self._vocab - 1}", param=name)
+        bad_words_ids = tuple(self._spellings(params.bad_words)) if params.bad_words else ()
         # A seeded request depends on its seed alone, and must not shift the stream of the others.
         seed = _mix(self._seed, next(self._seed_indices)) if params.seed is None or params.seed == -1 else params.seed
         return Request(
@@ -106,6 +106,7 @@ class Intake:
             arrival_s=arrival_s,
             prompt=text,
             eos_token_ids=self.eos_token_ids,
+            bad_words_ids=bad_words_ids,
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -178,6 +179,18 @@ class Intake:
             f"context has {max_model_len}: shorten the prompt to at most {max_model_len - 1} tokens",
             param="prompt",
         )
+
+    def _spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each word in tokens, as it is written at the beginning of a text, and after a space where that is another first token."""
+        spellings: list[tuple[int, ...]] = []
+        for word in words:
+            plain, spaced = (tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+            spellings += [ids for ids in (plain, spaced if spaced[:1] != plain[:1] and len(spaced) == len(plain) else ()) if ids]
+        if len(spellings) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words takes at most {MAX_BAD_WORDS} spellings (with and without a space), got {len(spellings)}", param="bad_words"
+            )
+        return spellings
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
         if params is None:

@@ -16,11 +16,13 @@ from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
 from jaxpaged.sampling import sample
 from jaxpaged.settings import StepLimits
+from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_packer import pack_alone
 
 
@@ -38,6 +40,8 @@ class Runner(Protocol):
 
     def run(self, layout: BatchLayout, blob: np.ndarray) -> Any: ...
 
+    def write_slot(self, slot: int, row: SlotRow) -> None: ...
+
     @property
     def is_awake(self) -> bool: ...
 
@@ -48,6 +52,10 @@ class Runner(Protocol):
     def wake_pool(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+SLOT_BYTES_PER_TOKEN = 8
+"""Of the vocabulary, for each slot: a count and a bias."""
 
 
 class LoadedModel(NamedTuple):
@@ -70,6 +78,7 @@ class DeviceState(NamedTuple):
 
     cache: KVCache
     last_ids: Int32[Array, "slots"]
+    slots: SlotRows
 
 
 class ModelRunner:
@@ -125,7 +134,7 @@ class ModelRunner:
             least_pages=arithmetic.peak_pages(1),
             most_pages=limits.most_pages(arithmetic),
             device=device,
-            temporary_bytes=scratch,
+            temporary_bytes=scratch + self.slot_bytes,
         )
         fitting = arithmetic.most_tokens(self.num_pages - 1, limits.max_model_len)
         if fits_context:
@@ -137,6 +146,7 @@ class ModelRunner:
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
         before_compiling(self)
         self.programs = compile_all(self._lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
+        self._slot_writer = self._compile_slot_writer()
         self._watch = CompilationWatch()
         try:
             # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
@@ -150,6 +160,11 @@ class ModelRunner:
     def pool_bytes(self) -> int:
         """Bytes of the page pool."""
         return self.num_pages * self.cache_shape.page_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of what the device keeps of each slot: the last id, and a count and a bias per token of the vocabulary."""
+        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab)
 
     @property
     def num_compiled_while_running(self) -> int:
@@ -176,6 +191,12 @@ class ModelRunner:
         with self._watch.watching():
             ids, self._state = self.programs[layout](self._model.params, self._state, blob)
             return ids
+
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """Sets the rows of one slot, for the steps that are started from now on."""
+        with self._watch.watching():
+            assert self._state is not None
+            self._state = self._state._replace(slots=self._slot_writer(self._state.slots, np.int32(slot), row.counts, row.bias))
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Gives the memory of weights and pool back. What the pool held is lost; the programs stay.
@@ -227,7 +248,9 @@ class ModelRunner:
         return_freed_memory()
 
     def _new_state(self) -> DeviceState:
-        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(self.limits.max_num_seqs, jnp.int32))
+        num_slots = self.limits.max_num_seqs
+        slots = SlotRows(jnp.zeros((num_slots, self.vocab), jnp.int32), jnp.zeros((num_slots, self.vocab), jnp.float32))
+        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots)
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(
@@ -247,8 +270,10 @@ class ModelRunner:
             batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
             hidden, cache = model(state.cache, batch)
-            ids = sample(model.logits(hidden[batch.sample_tokens]), batch.sampling, num_ids)
-            return ids, DeviceState(cache, state.last_ids.at[batch.target_slots].set(ids, mode="drop"))
+            rows, targets = batch.sampling, batch.target_slots
+            logits = shape_logits(model.logits(hidden[batch.sample_tokens]), rows, state.slots, targets)
+            ids = sample(logits, rows, num_ids)
+            return ids, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
 
         shape = self.cache_shape
         dims = (shape.layers, self.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
@@ -256,8 +281,19 @@ class ModelRunner:
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._model.params)
         last_ids = jax.ShapeDtypeStruct((layout.num_slots,), jnp.int32)
-        state: Any = DeviceState(KVCache(pool, pool), last_ids)  # type: ignore[arg-type]  # shapes stand for arrays while lowering
+        counts = jax.ShapeDtypeStruct((layout.num_slots, self.vocab), jnp.int32)
+        bias = jax.ShapeDtypeStruct((layout.num_slots, self.vocab), jnp.float32)
+        state: Any = DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias))  # type: ignore[arg-type]  # shapes stand for arrays while lowering
         return jax.jit(step, donate_argnums=1).lower(params, state, blob)
+
+    def _compile_slot_writer(self) -> Any:
+        def write(slots: SlotRows, slot: jax.Array, counts: jax.Array, bias: jax.Array) -> SlotRows:
+            return SlotRows(slots.counts.at[slot].set(counts, mode="drop"), slots.bias.at[slot].set(bias, mode="drop"))
+
+        assert self._state is not None
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._state.slots)
+        counts, bias = (jax.ShapeDtypeStruct((self.vocab,), dtype) for dtype in (jnp.int32, jnp.float32))
+        return jax.jit(write, donate_argnums=0).lower(shapes, jax.ShapeDtypeStruct((), jnp.int32), counts, bias).compile()
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""

@@ -19,6 +19,10 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_EOS_IDS = 16
 """End tokens of a model."""
+MAX_BAD_WORDS = 128
+"""Ways to spell the bad words of a request in tokens."""
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_IDS = 2**20
 
 MAX_SAMPLES = 128
 """OpenAI's limit; each sample is a sequence of its own, so a larger number would be a way to fill the queue with one request."""
@@ -56,6 +60,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_p: mass kept, in (0, 1]. None: the model's default.
         top_k: number of tokens kept; 0 or -1 is off, above the vocabulary is off. None: the model's default.
         min_p: tokens under `min_p` times the largest probability are dropped; in [0, 1]. None: the model's default.
+        presence_penalty: taken off the logit of every token that the answer holds, in [-2, 2].
+        frequency_penalty: taken off as often as the answer holds the token, in [-2, 2].
+        repetition_penalty: divides positive logits of tokens that prompt or answer hold, and multiplies negative ones; above 0 and
+            at most 100. None: the model's default.
+        logit_bias: token id -> what is added to its logit, in [-100, 100]; at most 1024. Ids may be spelled as texts, as JSON does.
+        allowed_token_ids: only these can be chosen. An end token that is not among them cannot end the answer.
+        bad_words: texts that the answer does not come to hold, at least not in the tokens in which they are usually written, with
+            or without a space before them; at most 128 spellings.
         seed: the random stream depends on it, on the answer's index and on the token's position only. None or -1: drawn by the engine.
         stop: strings that end the answer; cut off unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the answer; the id stays in `token_ids`.
@@ -74,6 +86,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
     seed: int | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
@@ -93,6 +111,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         _check_int("seed", self.seed, -1, MAX_SEED)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -100,6 +121,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("n", "min_tokens", "stream_interval"):
             if getattr(self, name) is None:
                 raise InvalidRequestError(f"{name} must be an integer, got None", param=name)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name) is None:
+                raise InvalidRequestError(f"{name} must be a number, got None", param=name)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {_show(self.output_kind)}", param="output_kind")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -113,6 +137,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        if self.logit_bias is not None:
+            msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
+        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must name at least one id", param="allowed_token_ids")
+        _check_bad_words(self.bad_words)
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the choice of a token depends on which ones came before."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty not in (None, 1.0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -180,6 +215,37 @@ def _check_ids(name: str, ids: Any, limit: int) -> None:
             raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(ids)}", param=name)
 
 
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, dict):
+        raise InvalidRequestError(f"logit_bias must be an object of token ids and numbers, got {_show(bias)}", param="logit_bias")
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(f"logit_bias takes at most {MAX_LOGIT_BIASES} ids, got {len(bias)}", param="logit_bias")
+    checked = {}
+    for key, value in bias.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise InvalidRequestError(f"logit_bias has token ids for keys, got {_show(key)}", param="logit_bias")
+        if value is None:
+            raise InvalidRequestError(f"logit_bias of id {token_id} must be a number, got None", param="logit_bias")
+        _check_float("logit_bias", value, -100.0, 100.0)
+        checked[token_id] = float(value)
+    return checked
+
+
+def _check_bad_words(words: Any) -> None:
+    if words is None:
+        return
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise InvalidRequestError(f"bad_words must be a list of strings, got {_show(words)}", param="bad_words")
+    for word in words:
+        if not 1 <= len(word) <= MAX_STOP_STRING_CHARS or not word.strip():
+            raise InvalidRequestError(
+                f"a bad word has 1 to {MAX_STOP_STRING_CHARS} characters, not all spaces, got {_show(word)}", param="bad_words"
+            )
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS}, got {len(words)}", param="bad_words")
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt on its way to the engine. `params` are resolved: no None among temperature, top_p, top_k, min_p.
 
@@ -190,6 +256,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: only requests with the same salt share cached pages; at most 128 characters.
         sample_group: requests with the same name here are samples of one prompt, which wait for each other so as to share
             its pages (see `samples_of`).
+        bad_words_ids: spellings of `params.bad_words`.
     """
 
     request_id: str
@@ -202,6 +269,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     sample_group: str | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.priority.__class__ is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

@@ -98,7 +98,7 @@ class Sequence:
         self.prefix = PrefixChain(request.cache_salt)
         self.slot = NO_SLOT
         self.epoch = 0
-        self.needs_host = False
+        self.needs_host = any(len(word) > 1 for word in request.bad_words_ids)
         self.num_cached_tokens = 0
         self.num_hit_pages = 0
         self.num_preemptions = 0

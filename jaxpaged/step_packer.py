@@ -12,14 +12,26 @@ import numpy as np
 
 from jaxpaged.batch import FLOAT_FIELDS, MAX_BANNED_IDS, UNSIGNED_FIELDS, BatchLayout
 from jaxpaged.kv_groups import PageTables
+from jaxpaged.request import MAX_BAD_WORDS
 from jaxpaged.scheduled_step import ScheduledRow
 from jaxpaged.sequence import NO_SLOT
+from jaxpaged.slot_rows import ends_of_bad_words, has_bias, needs_slot_row
 
 _NO_EPOCH = -1
 _ALIGNMENT = 64
 """Bytes; a numpy array that begins at a multiple of it is used by the CPU backend where it lies."""
 
-_PER_SLOT = ("temperature", "top_k", "top_p", "min_p", "seed")
+_PER_SLOT = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "has_bias",
+    "seed",
+)
 
 
 class _Template:
@@ -36,6 +48,7 @@ class _Template:
         self.size = start
         view = self.views(np.zeros(self.size, np.int32))
         view["banned_ids"].fill(no_token)
+        view["repetition_penalty"].fill(1)
         view["source_slots"].fill(NO_SLOT)
         view["target_slots"].fill(layout.num_slots)  # beyond the slots: dropped
         # Padding tokens write to distinct pages beyond the pool, which the device drops.
@@ -68,6 +81,9 @@ class StepPacker:
     Args:
         layout: any bucket of the runner.
         no_token: an id beyond the vocabulary, which fills the unused banned ids.
+
+    Attributes:
+        newcomers: rows of the last step whose slots the device must be told of first (`slot_rows.slot_row`).
     """
 
     def __init__(self, layout: BatchLayout, no_token: int) -> None:
@@ -85,11 +101,17 @@ class StepPacker:
             "top_k": np.zeros(num_slots, np.int32),
             "top_p": np.ones(num_slots, np.float32),
             "min_p": np.zeros(num_slots, np.float32),
+            "presence_penalty": np.zeros(num_slots, np.float32),
+            "frequency_penalty": np.zeros(num_slots, np.float32),
+            "repetition_penalty": np.ones(num_slots, np.float32),
+            "has_bias": np.zeros(num_slots, np.int32),
             "seed": np.zeros((num_slots, 2), np.uint32),
         }
         self._banned_ids = np.full((num_slots, MAX_BANNED_IDS), no_token, np.int32)
         self._banned_until = np.zeros(num_slots, np.int32)
         """Ids are banned from the choice of tokens before this position."""
+        self._has_long_bad_words = np.zeros(num_slots, bool)
+        self.newcomers: list[ScheduledRow] = []
 
     def pack(self, rows: Seq[ScheduledRow], layout: BatchLayout) -> np.ndarray:
         """Returns the blob of a step: int32 [layout.blob_size].
@@ -102,6 +124,7 @@ class StepPacker:
         if template is None:
             template = self._templates[layout] = _Template(layout, self._no_token)
         blob = template.fresh()
+        self.newcomers = []
         if not rows:
             return blob
         num_rows = len(rows)
@@ -138,10 +161,20 @@ class StepPacker:
         is_banned = samples & (ends < self._banned_until[at])
         if is_banned.any():
             view["banned_ids"][:num_rows][is_banned] = self._banned_ids[at[is_banned]]
+        if self._has_long_bad_words[at].any():
+            self._ban_bad_words(view["banned_ids"], rows)
         self._copy_tables(view["page_tables"], slots)
         takes = np.array([row.takes_from_slot for row in rows])
         view["source_slots"][view["sample_tokens"][:num_rows][takes]] = at[takes]
         return blob
+
+    def _ban_bad_words(self, banned_ids: np.ndarray, rows: Seq[ScheduledRow]) -> None:
+        """Such a sequence is scheduled only when all its ids are known."""
+        first = MAX_BANNED_IDS - MAX_BAD_WORDS
+        for index, row in enumerate(rows):
+            if row.samples and self._has_long_bad_words[row.slot]:
+                ends = ends_of_bad_words(row.sequence)
+                banned_ids[index, first : first + len(ends)] = ends
 
     def _pack_tokens(
         self, view: dict[str, np.ndarray], token_ids: list[int], slots: list[int], starts: list[int], counts: list[int]
@@ -188,6 +221,13 @@ class StepPacker:
         sampling["top_p"][slot] = 1.0 if is_greedy or params.top_p is None else params.top_p
         sampling["min_p"][slot] = 0.0 if is_greedy else params.min_p or 0.0
         sampling["seed"][slot] = (0, 0) if is_greedy else (request.seed & 0xFFFFFFFF, request.seed >> 32)
+        sampling["presence_penalty"][slot] = params.presence_penalty
+        sampling["frequency_penalty"][slot] = params.frequency_penalty
+        sampling["repetition_penalty"][slot] = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+        sampling["has_bias"][slot] = has_bias(request)
+        self._has_long_bad_words[slot] = any(len(word) > 1 for word in request.bad_words_ids)
+        if needs_slot_row(request):
+            self.newcomers.append(row)
         self._banned_until[slot] = 0
         if params.min_tokens:
             banned = [*request.eos_token_ids, *(params.stop_token_ids or ())]

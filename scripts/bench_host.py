@@ -33,6 +33,7 @@ from jaxpaged.model_runner import LoadedModel, ModelRunner
 from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
 from jaxpaged.settings import StepLimits, decide_limits
+from jaxpaged.slot_rows import SlotRow
 from jaxpaged.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
 
@@ -60,6 +61,9 @@ class InstantRunner:
         """See `Runner`."""
         self._num_steps += 1
         return np.full(layout.num_seqs, ord("a") + 3 + self._num_steps % 26, np.int32)
+
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """See `Runner`."""
 
     def close(self) -> None:
         """See `Runner`."""

@@ -45,10 +45,11 @@ def random_model(dtype: str) -> LoadedModel:
 
 
 def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) -> ModelRunner:
-    """A runner with few buckets and a pool of 256 MiB."""
+    """A runner with few buckets and a pool of 256 MiB; a step that could hold every sequence is among its programs."""
+    budget = max(buckets[-1], max_num_seqs)
     config = Config(
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=buckets[-1]),
-        compilation=CompilationConfig(token_buckets=buckets),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+        compilation=CompilationConfig(token_buckets=tuple(sorted({*buckets, budget}))),
     )
     limits = decide_limits(config, is_gpu=False, model_max_len=CONTEXT)
     return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.config.vocab, max_parallel=2)

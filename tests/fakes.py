@@ -23,6 +23,7 @@ from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
 from jaxpaged.scheduler import DEFAULT_POLICY
 from jaxpaged.settings import StepLimits
+from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
 
@@ -96,6 +97,11 @@ class ScriptRunner:
         self.histories: list[list[History]] = []
         self.last_ids = [NEVER_WRITTEN] * max_num_seqs
         self.num_closed = 0
+        self.slot_rows: dict[int, SlotRow] = {}
+
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """See `Runner`."""
+        self.slot_rows[slot] = row
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """See `Runner`."""
@@ -160,6 +166,10 @@ class FailingRunner:
         self.kv_groups = inner.kv_groups
         self.num_steps = 0
 
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """See `Runner`."""
+        self.inner.write_slot(slot, row)
+
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """See `Runner`."""
         return self.inner.layout_for(num_tokens)
@@ -194,6 +204,10 @@ class NarrowRunner:
         self.page_size, self.vocab, self.kv_groups = inner.page_size, inner.vocab, inner.kv_groups
         self.num_pages = inner.num_pages if num_pages is None else num_pages
         assert self.num_pages <= inner.num_pages
+
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """See `Runner`."""
+        self.inner.write_slot(slot, row)
 
     def layout_for(self, num_tokens: int) -> BatchLayout:
         """See `Runner`."""

@@ -36,6 +36,9 @@ def add_sampling_arguments(parser: Parser, *, max_tokens: int | None) -> None:
     group.add_argument("--top-p", type=number, metavar="X", help="keep the likeliest tokens that hold this share, in (0, 1]")
     group.add_argument("--top-k", type=integer, metavar="N", help="keep this many tokens; 0 or -1: all")
     group.add_argument("--min-p", type=number, metavar="X", help="drop tokens under this share of the likeliest one's probability")
+    group.add_argument("--presence-penalty", type=number, metavar="X", help="taken off tokens that the answer holds, -2 to 2")
+    group.add_argument("--frequency-penalty", type=number, metavar="X", help="taken off as often as the answer holds the token, -2 to 2")
+    group.add_argument("--repetition-penalty", type=number, metavar="X", help="over 1: weakens tokens of prompt and answer")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
     group.add_argument("--stop-token-ids", type=integers, metavar="ID,ID", help="end the answer after one of these token ids")
     default = "up to the end of the context" if max_tokens is None else str(max_tokens)
@@ -44,7 +47,20 @@ def add_sampling_arguments(parser: Parser, *, max_tokens: int | None) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
 
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "max_tokens", "min_tokens", "ignore_eos")
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
 
 
 def sampling_params(args: argparse.Namespace, config: Config) -> SamplingParams:

@@ -176,7 +176,7 @@ def test_the_pool_stayed_where_it_is(world: World) -> None:
     runner = world.real.engine.runner
     for layout, program in runner.programs.items():
         memory = program.memory_analysis()
-        assert memory.alias_size_in_bytes == runner.pool_bytes + 4 * layout.num_slots, (
+        assert memory.alias_size_in_bytes == runner.pool_bytes + layout.num_slots * (4 + 8 * runner.vocab), (
             f"{layout.num_tokens}: the pool is not updated in place"
         )
         assert memory.temp_size_in_bytes < 64 * 2**20, f"{layout.num_tokens}: {memory.temp_size_in_bytes} bytes of temporaries"

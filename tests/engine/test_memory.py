@@ -165,7 +165,7 @@ def test_two_engines_in_one_process(tiny: Started, tmp_path: Path, programs: Pat
 
 def state_bytes(runner: Any) -> int:
     """The pool, and the last id of every slot."""
-    return runner.pool_bytes + 4 * runner.limits.max_num_seqs
+    return runner.pool_bytes + runner.slot_bytes
 
 
 def test_a_closed_engine_gives_its_arrays_back(tiny_folder: Path, programs: Path) -> None:

@@ -18,6 +18,7 @@ COUNT, VOCAB = 64, 1000
 """Shape of most tests, so that one program serves them."""
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+NO_PENALTY = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 run_sample = jax.jit(sample, static_argnames="num_ids")
 run_threshold = jax.jit(keep_threshold)
 
@@ -36,7 +37,9 @@ def rows(count: int, *, vocab: int, seed: np.ndarray | None = None, position: np
         min_p=jnp.asarray(columns["min_p"], jnp.float32),
         seed=jnp.stack([jnp.asarray(seeds & 0xFFFFFFFF, jnp.uint32), jnp.asarray(seeds >> np.uint64(32), jnp.uint32)], axis=1),
         position=jnp.broadcast_to(jnp.asarray(position, jnp.int32), (count,)),
+        has_bias=jnp.zeros(count, jnp.int32),
         banned_ids=jnp.asarray(banned),
+        **{name: jnp.full(count, value, jnp.float32) for name, value in NO_PENALTY.items()},
     )
 
 
