@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from jaxpaged.batch import MAX_BANNED_IDS, BatchLayout
+from jaxpaged.request import MAX_BAD_WORDS
 from jaxpaged.scheduler import ScheduledRow
 
 type Arrays = dict[str, np.ndarray]
@@ -28,6 +29,10 @@ def plain_arrays(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) ->
         "top_k": np.zeros(seqs, np.int32),
         "top_p": np.zeros(seqs, np.float32),
         "min_p": np.zeros(seqs, np.float32),
+        "presence_penalty": np.zeros(seqs, np.float32),
+        "frequency_penalty": np.zeros(seqs, np.float32),
+        "repetition_penalty": np.ones(seqs, np.float32),
+        "has_bias": np.zeros(seqs, np.int32),
         "seed": np.zeros((seqs, 2), np.uint32),
         "position": np.zeros(seqs, np.int32),
         "banned_ids": np.full((seqs, MAX_BANNED_IDS), no_token, np.int32),
@@ -67,6 +72,17 @@ def _fill_row(arrays: Arrays, index: int, row: ScheduledRow, at: int) -> None:
         arrays["top_p"][index] = params.top_p
         arrays["min_p"][index] = params.min_p
         arrays["seed"][index] = (request.seed % 2**32, request.seed // 2**32)
+    arrays["presence_penalty"][index] = params.presence_penalty
+    arrays["frequency_penalty"][index] = params.frequency_penalty
+    arrays["repetition_penalty"][index] = params.repetition_penalty or 1
+    one_token_words = [word for word in request.bad_words_ids if len(word) == 1]
+    arrays["has_bias"][index] = bool(params.logit_bias or params.allowed_token_ids or one_token_words)
+    if row.samples:
+        answer = sequence.token_ids[sequence.num_prompt_tokens :]
+        long_words = [list(word) for word in request.bad_words_ids if len(word) > 1]
+        ends = [word[-1] for word in long_words if answer[len(answer) + 1 - len(word) :] == word[:-1] and len(answer) + 1 >= len(word)]
+        first = MAX_BANNED_IDS - MAX_BAD_WORDS
+        arrays["banned_ids"][index, first : first + len(ends)] = ends
     if row.samples and end - sequence.num_prompt_tokens < params.min_tokens:
         banned = [*request.eos_token_ids, *(params.stop_token_ids or ())]
         arrays["banned_ids"][index, : len(banned)] = banned

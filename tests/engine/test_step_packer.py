@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxpaged.batch import BatchLayout
-from jaxpaged.request import Request, SamplingParams
+from jaxpaged.batch import MAX_BANNED_IDS, BatchLayout
+from jaxpaged.request import MAX_BAD_WORDS, Request, SamplingParams
 from jaxpaged.scheduler import ScheduledStep
+from jaxpaged.slot_rows import needs_slot_row
 from jaxpaged.step_packer import StepPacker, pack_alone
 from tests.engine.plain_packing import plain_arrays
 from tests.fakes import read_blob
@@ -45,23 +46,34 @@ class PackedWorld(World):
             for bucket in (num_tokens, num_tokens + 3)
         ]
         self.packer = StepPacker(self.layouts[0], VOCAB)
-        self.num_packed = self.num_given_back = self.num_banned = 0
+        self.num_packed = self.num_given_back = self.num_banned = self.num_bad_words = self.num_newcomers = 0
+        self._epochs: set[int] = set()
         self._dispatch = self.simulation.runner.dispatch
         self.simulation.runner.dispatch = self.dispatch  # type: ignore[method-assign]
 
     def add(self, request: Request) -> None:
         rng = self.rng
         sampled = {"temperature": rng.choice((0.3, 1.5)), "top_k": rng.choice((-1, 0, 1, 5)), "top_p": rng.choice((0.5, 1.0)), "min_p": 0.1}
-        params = msgspec.structs.replace(request.params, **(sampled if rng.random() < 0.5 else {}))
-        super().add(msgspec.structs.replace(request, params=params, seed=rng.randrange(2**63)))
+        shaped = rng.choice(({"frequency_penalty": 0.5}, {"repetition_penalty": 1.5, "presence_penalty": -1.0}, {"logit_bias": {1: 2.0}}))
+        params = msgspec.structs.replace(
+            request.params, **(sampled if rng.random() < 0.5 else {}), **(shaped if rng.random() < 0.3 else {})
+        )
+        words = rng.choice((((3,),), ((1, 2), (2, 1, 2)), ((0, 0), (4,)))) if rng.random() < 0.2 else ()
+        super().add(msgspec.structs.replace(request, params=params, seed=rng.randrange(2**63), bad_words_ids=words))
 
     def dispatch(self, step: ScheduledStep) -> None:
         layout = self.rng.choice(self.layouts)
         expected = plain_arrays(step.rows, layout, VOCAB)
+        newcomers = [row for row in step.rows if row.epoch not in self._epochs and needs_slot_row(row.sequence.request)]
+        self._epochs |= {row.epoch for row in step.rows}
         assert_equal(self.packer.pack(step.rows, layout), expected, layout)
+        assert self.packer.newcomers == newcomers
         self.num_packed += 1
         self.num_given_back += any(0 in table for row in step.rows for table in row.sequence.tables)
-        self.num_banned += int((expected["banned_ids"] < VOCAB).any())
+        first = MAX_BANNED_IDS - MAX_BAD_WORDS
+        self.num_banned += int((expected["banned_ids"][:, :first] < VOCAB).any())
+        self.num_bad_words += int((expected["banned_ids"][:, first:] < VOCAB).any())
+        self.num_newcomers += len(newcomers)
         self._dispatch(step)
 
 
@@ -69,6 +81,8 @@ LEAST_PER_WORLD = {
     "num_packed": 250,
     "num_given_back": 50,
     "num_banned": 30,
+    "num_bad_words": 3,
+    "num_newcomers": 5,
     "num_preemptions": 1,
     "num_hit_tokens": 15,
     "num_late_rows": 5,

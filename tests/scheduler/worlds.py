@@ -158,7 +158,7 @@ class World:
             self.num_refused += 1
             return
         assert not is_full, "a request was queued, and the queue was full"
-        sequence.needs_host = self.rng.random() < 0.1
+        sequence.needs_host |= self.rng.random() < 0.1
 
     def disturb(self) -> None:
         """What may happen at any moment."""
