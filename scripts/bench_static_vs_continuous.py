@@ -1,17 +1,18 @@
 """The same requests through static batches and through continuous batching: same model, same kernels, same page pool.
 
-    python scripts/bench_static_vs_continuous.py [--model smollm2-135m] [--requests 64] [--seed 0] [--static-batch 16]
+    python scripts/bench_static_vs_continuous.py [--model smollm2-135m] [--requests 64] [--rate R] [--seed 0] [--static-batch 16]
 
-Requests have prompts of 16 to 512 tokens and answers of 16 to 256, drawn from the seed, and all arrive at the start.
+Requests have prompts of 16 to 512 tokens and answers of 16 to 256, drawn from the seed. They arrive at random at `--rate` per second, or
+all at the start.
 
-* static: batches of `--static-batch` in order of arrival. Prompts are padded to the longest of the batch, all rows run until the
-  longest answer ends, and only then do answers go out and does the next batch begin.
+* static: batches of `--static-batch` in order of arrival; one begins when it is full. Prompts are padded to the longest of the batch, all
+  rows run until the longest answer ends, and only then do answers go out and does the next batch begin.
 * continuous: the engine as it is served.
 * continuous in a pool of 160 pages, of 16 tokens and of 64 (a quarter as many pages): how full a pool is that is too small.
 
 Columns: output tokens/s (those that were asked for); mean latency; pool in use: pages that hold tokens somebody still needs, mean of
 all steps, and of the steps with requests waiting; waste inside pages: slots of pages in use that hold no token; padding: share of the
-computed tokens that nobody asked for. The last line is JSON.
+computed tokens that nobody asked for, or that were computed before; preemptions. The last line is JSON.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import itertools
 import json
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -44,6 +46,7 @@ class Job(NamedTuple):
     name: str
     prompt: list[int]
     num_output: int
+    arrival_s: float
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Measures:
     waste: list[float] = field(default_factory=list)
     num_computed: int = 0
     num_needed: int = 0
+    num_preempted: int = 0
 
     def figures(self) -> dict[str, float | str | None]:
         """By column."""
@@ -70,17 +74,20 @@ class Measures:
             "pool_use_while_waiting": statistics.fmean(self.use_while_waiting) if self.use_while_waiting else None,
             "waste_inside_pages": statistics.fmean(self.waste) if self.waste else None,
             "padding": 1 - self.num_needed / self.num_computed,
+            "preemptions": self.num_preempted,
             "seconds": self.seconds,
         }
 
 
-def jobs(count: int, seed: int) -> list[Job]:
-    """The requests of a seed."""
+def jobs(count: int, seed: int, rate: float | None) -> list[Job]:
+    """The requests of a seed; `rate` is in requests per second, None for all at once."""
     rng = np.random.default_rng(seed)
+    arrivals = np.zeros(count) if rate is None else np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / rate, count))
     made = []
-    for index in range(count):
+    for index, arrival_s in enumerate(arrivals):
         num_prompt, num_output = rng.integers(*PROMPT_TOKENS, endpoint=True), rng.integers(*OUTPUT_TOKENS, endpoint=True)
-        made.append(Job(str(index), rng.integers(FIRST_PLAIN_ID, LAST_PLAIN_ID, num_prompt).tolist(), int(num_output)))
+        prompt = rng.integers(FIRST_PLAIN_ID, LAST_PLAIN_ID, num_prompt).tolist()
+        made.append(Job(str(index), prompt, int(num_output), float(arrival_s)))
     return made
 
 
@@ -94,11 +101,16 @@ class StepLog:
     """Remembers how many tokens each step computed, padding of its bucket included."""
 
     def __init__(self) -> None:
-        self.num_computed = 0
+        self.num_computed = self.num_preempted = 0
+
+    def clear(self) -> None:
+        """Forgets all steps."""
+        self.num_computed = self.num_preempted = 0
 
     def __call__(self, event: events.Event) -> None:
         if isinstance(event, events.StepFinished):
             self.num_computed += event.bucket_tokens
+            self.num_preempted += event.num_preempted
 
 
 class Bench:
@@ -126,22 +138,28 @@ class Bench:
         self.engine.close()
 
 
-def drive(engine: Engine, requests: list[Job]) -> Iterator[list[str]]:
-    """Runs requests to their end; yields who ended, after each step."""
-    for job in requests:
-        engine.add(request_of(job))
-    while engine.has_work:
+def drive(engine: Engine, requests: list[Job], begun: float) -> Iterator[list[str]]:
+    """Runs requests as they arrive, to their end; yields who ended, after each step."""
+    left = deque(requests)
+    while left or engine.has_work:
+        while left and left[0].arrival_s <= time.monotonic() - begun:
+            engine.add(request_of(left.popleft()))
+        if not engine.has_work:
+            time.sleep(max(0.0, left[0].arrival_s - (time.monotonic() - begun)))
+            continue
         yield [output.request_id for output in engine.step()]
 
 
 def run_static(bench: Bench, requests: list[Job], batch_size: int) -> Measures:
     """Padded batches, one after another. The engine computes what such a server would: equal prompts, equal answers."""
     measures = Measures(f"static, batch {batch_size}")
-    before, begun = bench.log.num_computed, time.monotonic()
+    bench.log.clear()
+    begun = time.monotonic()
     for batch in itertools.batched(requests, batch_size):
         longest, steps = max(len(job.prompt) for job in batch), max(job.num_output for job in batch)
-        padded = [Job(job.name, [FIRST_PLAIN_ID] * (longest - len(job.prompt)) + job.prompt, steps) for job in batch]
-        for _ in drive(bench.engine, padded):
+        is_full_s = batch[-1].arrival_s
+        padded = [Job(job.name, [FIRST_PLAIN_ID] * (longest - len(job.prompt)) + job.prompt, steps, is_full_s) for job in batch]
+        for _ in drive(bench.engine, padded, begun):
             by_name = {sequence.request_id: sequence for sequence in bench.engine.scheduler.sequences}
             # What an answer holds is of use until it has its tokens; the pads never are.
             held = 0
@@ -151,16 +169,19 @@ def run_static(bench: Bench, requests: list[Job], batch_size: int) -> Measures:
                 if 0 < num_done < len(job.prompt) + job.num_output:
                     held += bench.engine.pages.pages_for(num_done)
             measures.use.append(held / bench.num_pages)
-        measures.latencies_s += [time.monotonic() - begun] * len(batch)
-    return finished(measures, bench, requests, before, begun)
+        now_s = time.monotonic() - begun
+        measures.latencies_s += [now_s - job.arrival_s for job in batch]
+    return finished(measures, bench, requests, begun)
 
 
 def run_continuous(bench: Bench, requests: list[Job], title: str) -> Measures:
     """The engine as it is."""
     measures = Measures(title)
-    before, begun = bench.log.num_computed, time.monotonic()
-    for ended in drive(bench.engine, requests):
-        measures.latencies_s += [time.monotonic() - begun] * len(ended)
+    bench.log.clear()
+    arrivals, begun = {job.name: job.arrival_s for job in requests}, time.monotonic()
+    for ended in drive(bench.engine, requests, begun):
+        now_s = time.monotonic() - begun
+        measures.latencies_s += [now_s - arrivals[name] for name in ended]
         pages, scheduler = bench.engine.pages, bench.engine.scheduler
         use = pages.num_in_use / bench.num_pages
         measures.use.append(use)
@@ -169,14 +190,14 @@ def run_continuous(bench: Bench, requests: list[Job], title: str) -> Measures:
         if pages.num_in_use:
             held = sum(sequence.num_computed_tokens for sequence in scheduler.sequences)
             measures.waste.append(1 - held / (pages.num_in_use * bench.page_size))
-    return finished(measures, bench, requests, before, begun)
+    return finished(measures, bench, requests, begun)
 
 
-def finished(measures: Measures, bench: Bench, requests: list[Job], before: int, begun: float) -> Measures:
+def finished(measures: Measures, bench: Bench, requests: list[Job], begun: float) -> Measures:
     """Adds what is known at the end."""
     measures.seconds = time.monotonic() - begun
     measures.num_output_tokens = sum(job.num_output for job in requests)
-    measures.num_computed = bench.log.num_computed - before
+    measures.num_computed, measures.num_preempted = bench.log.num_computed, bench.log.num_preempted
     # The last token of an answer is never computed on.
     measures.num_needed = sum(len(job.prompt) + job.num_output - 1 for job in requests)
     return measures
@@ -189,12 +210,14 @@ def table(rows: list[dict[str, float | str | None]]) -> str:
         return "" if value is None else f"{value:.1%}"
 
     lines = [
-        "| | output tokens/s | mean latency | pool in use | while requests wait | waste inside pages | padding |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| | output tokens/s | mean latency | pool in use | while requests wait | waste inside pages | padding | preemptions |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         shares = " | ".join(share(row[name]) for name in ("pool_use", "pool_use_while_waiting", "waste_inside_pages", "padding"))
-        lines.append(f"| {row['way']} | {row['output_tokens_per_s']:.1f} | {row['mean_latency_s']:.1f} s | {shares} |")
+        lines.append(
+            f"| {row['way']} | {row['output_tokens_per_s']:.1f} | {row['mean_latency_s']:.1f} s | {shares} | {row['preemptions']} |"
+        )
     return "\n".join(lines)
 
 
@@ -203,10 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rate", type=float, metavar="R", help="requests per second (default: all at the start)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--static-batch", type=int, default=16)
     args = parser.parse_args()
-    requests = jobs(args.requests, args.seed)
+    requests = jobs(args.requests, args.seed, args.rate)
     prepare_process(Config())
 
     # What a page of this model takes.
