@@ -21,6 +21,7 @@ Axes (every annotated array of the project uses these words and no others):
     groups      KV groups: layers that share page tables
     chunk       positions that a kernel walks at once
     banned      token ids that a row may not choose
+    top         likeliest ids of a row
     in          inputs of a linear map
     out         outputs of a linear map
     blob        numbers of a packed step
@@ -54,6 +55,7 @@ class SamplingRows(NamedTuple):
     frequency_penalty: Float[Array, "seqs"]
     repetition_penalty: Float[Array, "seqs"]
     has_bias: Int32[Array, "seqs"]
+    num_logprobs: Int32[Array, "seqs"]
     seed: UInt32[Array, "seqs 2"]
     position: Int32[Array, "seqs"]
     banned_ids: Int32[Array, "seqs banned"]
@@ -112,6 +114,7 @@ class BatchLayout(NamedTuple):
             ("frequency_penalty", (seqs,)),
             ("repetition_penalty", (seqs,)),
             ("has_bias", (seqs,)),
+            ("num_logprobs", (seqs,)),
             ("seed", (seqs, 2)),
             ("position", (seqs,)),
             ("banned_ids", (seqs, MAX_BANNED_IDS)),

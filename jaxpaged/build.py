@@ -86,6 +86,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         eos_token_ids=eos_token_ids,
         vocab=model.config.vocab,
         seed=config.model.seed,
+        max_logprobs=config.sampling.max_logprobs,
         max_model_len=runner.limits.max_model_len,
     )
     engine = Engine(

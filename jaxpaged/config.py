@@ -138,7 +138,7 @@ class CpuConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class SamplingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on what a request may ask of the sampler."""
 
-    max_logprobs: Annotated[int, _doc("refused unless 0: log-probabilities are not served yet", ge=0, le=20)] = 0
+    max_logprobs: Annotated[int, _doc("likeliest ids that a request may ask log-probabilities of, per token", ge=0, le=20)] = 20
 
 
 class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from jaxpaged.engine_events import EngineEvents, StepTimes
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.model_runner import Runner
 from jaxpaged.open_requests import OpenRequests
+from jaxpaged.output import TokenLogprobs
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
@@ -219,7 +220,7 @@ class Engine:
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()
-        self._requests.take_tokens(awaited)
+        self._requests.take_tokens(awaited, self._token_logprobs(started))
         self._emit.step_finished(
             step,
             bucket_tokens=started.bucket_tokens,
@@ -228,6 +229,22 @@ class Engine:
             pages=self.pages,
             times=StepTimes(started.schedule_s, started.pack_s, started.run_s + device_s, update_s, timer.lap()),
         )
+
+    @staticmethod
+    def _token_logprobs(started: "_StartedStep") -> dict[str, TokenLogprobs]:
+        """By sequence, for those that want them; nothing is fetched for the others."""
+        wanting = [
+            (index, row.sequence)
+            for index, row in enumerate(started.step.rows)
+            if row.samples and row.sequence.request.params.logprobs is not None
+        ]
+        if not wanting:
+            return {}
+        chosen, rank, top_ids, top = (np.asarray(array) for array in started.ids.logprobs)
+        return {
+            sequence.request_id: TokenLogprobs(float(chosen[index]), int(rank[index]), top_ids[index].tolist(), top[index].tolist())
+            for index, sequence in wanting
+        }
 
     def _fail_rows_without_id(self, step: ScheduledStep, ids: np.ndarray) -> None:
         """Chunks of prompts as well: a NaN spoils earlier positions of its step too, and their pages must not be found by others."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from jaxpaged.request import MAX_BAD_WORDS, Request, SamplingParams
+from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -32,6 +32,7 @@ class Intake:
         eos_token_ids: frozenset[int],
         vocab: int,
         seed: int,
+        max_logprobs: int = MAX_LOGPROBS,
         max_model_len: int | None = None,
     ) -> None:
         """Prepares for one model.
@@ -42,12 +43,13 @@ class Intake:
             eos_token_ids: every id that ends an answer.
             vocab: ids of a prompt lie below it.
             seed: seeds the requests that bring none.
+            max_logprobs: likeliest ids that a request may ask log-probabilities of.
             max_model_len: tokens of the context; a text that is too long for it in any case is refused before it is tokenized.
         """
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self._vocab = vocab
         self._seed = seed
-        self._max_model_len = max_model_len
+        self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         # Drawn, so that only who has seen it can give an id that looks like an automatic one.
         self._id_prefix = f"req-{secrets.token_hex(2)}-"
         # Counting is atomic, so threads can share these.
@@ -95,6 +97,11 @@ class Intake:
             for token_id in getattr(params, name) or ():
                 if token_id >= self._vocab:
                     raise InvalidRequestError(f"{name} holds {token_id}, and the model has ids 0 to {self._vocab - 1}", param=name)
+        if params.logprobs is not None and params.logprobs > self._max_logprobs:
+            raise InvalidRequestError(
+                f"logprobs {params.logprobs} is over the limit of this engine, {self._max_logprobs} (sampling.max_logprobs)",
+                param="logprobs",
+            )
         bad_words_ids = tuple(self._spellings(params.bad_words)) if params.bad_words else ()
         # A seeded request depends on its seed alone, and must not shift the stream of the others.
         seed = _mix(self._seed, next(self._seed_indices)) if params.seed is None or params.seed == -1 else params.seed

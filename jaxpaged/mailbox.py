@@ -53,6 +53,9 @@ def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     for after in second.outputs:
         before = completions.get(after.index)
         if before is not None:
-            after = msgspec.structs.replace(after, text=before.text + after.text, token_ids=before.token_ids + after.token_ids)
+            logprobs = None if before.logprobs is None or after.logprobs is None else before.logprobs + after.logprobs
+            after = msgspec.structs.replace(
+                after, text=before.text + after.text, token_ids=before.token_ids + after.token_ids, logprobs=logprobs
+            )
         completions[after.index] = after
     return msgspec.structs.replace(second, outputs=[completions[index] for index in sorted(completions)])

@@ -17,6 +17,7 @@ from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, 
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
+from jaxpaged.logprobs import StepResult, log_probabilities
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
@@ -186,11 +187,11 @@ class ModelRunner:
         """The smallest bucket's layout that holds `num_tokens`."""
         return self._by_bucket[self.limits.bucket_for(num_tokens)]
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> jax.Array:
-        """Starts one step, behind those that were started before, and returns its ids to come: int32 [seqs]."""
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
+        """Starts one step, behind those that were started before, and returns its results to come."""
         with self._watch.watching():
-            ids, self._state = self.programs[layout](self._model.params, self._state, blob)
-            return ids
+            result, self._state = self.programs[layout](self._model.params, self._state, blob)
+            return result
 
     def write_slot(self, slot: int, row: SlotRow) -> None:
         """Sets the rows of one slot, for the steps that are started from now on."""
@@ -266,14 +267,17 @@ class ModelRunner:
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         graphdef, treedef, num_ids = self._model.graphdef, self._model.treedef, self._num_ids
 
-        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[jax.Array, DeviceState]:
+        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
             hidden, cache = model(state.cache, batch)
             rows, targets = batch.sampling, batch.target_slots
-            logits = shape_logits(model.logits(hidden[batch.sample_tokens]), rows, state.slots, targets)
-            ids = sample(logits, rows, num_ids)
-            return ids, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
+            logits = model.logits(hidden[batch.sample_tokens])
+            ids = sample(shape_logits(logits, rows, state.slots, targets), rows, num_ids)
+            # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
+            wanted = jnp.where(targets < layout.num_slots, rows.num_logprobs, -1)
+            result = StepResult(ids, log_probabilities(logits, ids, wanted, num_ids))
+            return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
 
         shape = self.cache_shape
         dims = (shape.layers, self.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)

@@ -5,12 +5,12 @@ that ends by itself (an end token, a stop, its length) leaves the others going. 
 time limit, a failure) ends the whole request.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxpaged.clocks import Clocks
 from jaxpaged.engine_events import EngineEvents
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.output import Answer, OpenRequest
+from jaxpaged.output import Answer, OpenRequest, TokenLogprobs
 from jaxpaged.request import FinishReason, Request, RequestOutput, RequestOutputKind, samples_of
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.scheduler import Scheduler
@@ -97,11 +97,12 @@ class OpenRequests:
         opened, _ = self._by_sequence[row.sequence.request_id]
         self._fail(opened, message)
 
-    def take_tokens(self, rows: Iterable[ScheduledRow]) -> None:
+    def take_tokens(self, rows: Iterable[ScheduledRow], logprobs: Mapping[str, TokenLogprobs]) -> None:
         """Turns the newest token of each row into text, and makes the outputs that are due.
 
         Args:
             rows: those whose token the scheduler has taken in just now, and those that failed.
+            logprobs: of their tokens, by sequence, for those that want them.
         """
         now = self._clocks.monotonic()
         moved: dict[OpenRequest, None] = {}
@@ -110,7 +111,7 @@ class OpenRequests:
             sequence = row.sequence
             opened, answer = by_sequence[sequence.request_id]
             if opened.error is None:
-                self._take_token(opened, answer, now)
+                self._take_token(opened, answer, now, logprobs.get(sequence.request_id))
             if sequence.is_finished:
                 self._end_text(opened, answer)
             elif answer.is_due():
@@ -135,12 +136,12 @@ class OpenRequests:
             self._outputs.append(self._end(opened))
         return self.collect()
 
-    def _take_token(self, opened: OpenRequest, answer: Answer, now: float) -> None:
+    def _take_token(self, opened: OpenRequest, answer: Answer, now: float, logprobs: TokenLogprobs | None) -> None:
         if opened.metrics.first_token_s is None:
             opened.metrics.first_token_s = now
             self._emit.first_token(opened)
         try:
-            stop = answer.take_token()
+            stop = answer.take_token(logprobs)
         except Exception as error:  # a fault in one request's text must not reach the others
             self._fail(opened, f"the answer's text could not be made: {error}")
             return

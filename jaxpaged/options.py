@@ -170,11 +170,6 @@ def validate(config: Config) -> None:
             "parallel.tensor_parallel_size",
             f"tensor_parallel_size {config.parallel.tensor_parallel_size} is not served yet; only 1 is",
         ),
-        (
-            config.sampling.max_logprobs > 0,
-            "sampling.max_logprobs",
-            f"max_logprobs {config.sampling.max_logprobs} is refused: log-probabilities are not served yet; leave it out or use 0",
-        ),
     ]
     for is_refused, path, message in refusals:
         if is_refused:

@@ -1,11 +1,30 @@
 """Room 7: what a request has said so far, and the outputs made from it."""
 
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from jaxpaged.detokenizer import Detokenizer
-from jaxpaged.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput, RequestOutputKind
+from jaxpaged.request import (
+    LOWEST_LOGPROB,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+)
 from jaxpaged.sequence import Sequence
 from jaxpaged.tokenizer import Tokenizer
+
+
+class TokenLogprobs(NamedTuple):
+    """What the device says of one chosen token: its log-probability and rank, and the likeliest ids with theirs."""
+
+    chosen: float
+    rank: int
+    top_ids: list[int]
+    top: list[float]
 
 
 class Answer:
@@ -17,14 +36,28 @@ class Answer:
         is_ended: its sequence has finished, and its text is complete.
     """
 
-    __slots__ = ("_detokenizer", "_new_text", "_num_given_tokens", "_params", "index", "is_ended", "is_moved", "sequence")
+    __slots__ = (
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_logprobs",
+        "_new_text",
+        "_num_given_tokens",
+        "_params",
+        "_tokenizer",
+        "index",
+        "is_ended",
+        "is_moved",
+        "sequence",
+    )
 
     def __init__(self, sequence: Sequence, index: int, tokenizer: Tokenizer) -> None:
         params = sequence.request.params
         self.sequence = sequence
         self.index = index
         self.is_moved = self.is_ended = False
-        self._params = params
+        self._params, self._tokenizer = params, tokenizer
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
         self._detokenizer = (
             Detokenizer(
                 tokenizer,
@@ -40,12 +73,29 @@ class Answer:
         self._new_text: list[str] = []
         self._num_given_tokens = 0
 
-    def take_token(self) -> str | None:
+    def take_token(self, logprobs: TokenLogprobs | None = None) -> str | None:
         """Adds the sequence's newest token to the text; returns the stop string it completes, if any."""
+        if self._logprobs is not None:
+            assert logprobs is not None
+            self._take_logprobs(self._logprobs, logprobs)
         if self._detokenizer is None or self._ends_with_hidden_stop():
             return None
         self._new_text.append(self._detokenizer.append((self.sequence.token_ids[-1],)))
         return self._detokenizer.stop_match
+
+    def _take_logprobs(self, taken: list[dict[int, Logprob]], token: TokenLogprobs) -> None:
+        chosen_id, num_top = self.sequence.token_ids[-1], self._params.logprobs or 0
+        pairs = {chosen_id: (token.chosen, token.rank)}
+        for rank, (token_id, value) in enumerate(zip(token.top_ids[:num_top], token.top, strict=False), 1):
+            pairs.setdefault(token_id, (value, rank))
+        tokenizer = self._tokenizer
+        taken.append(
+            {
+                token_id: Logprob(max(value, LOWEST_LOGPROB), rank, tokenizer.token_text(token_id), tokenizer.token_bytes[token_id])
+                for token_id, (value, rank) in pairs.items()
+            }
+        )
+        self._cumulative_logprob += max(token.chosen, LOWEST_LOGPROB)
 
     def is_due(self) -> bool:
         """Whether an unfinished answer has something to give now."""
@@ -69,6 +119,8 @@ class Answer:
             token_ids=sequence.token_ids[sequence.num_prompt_tokens + first_token :],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )
 
     def finish_text(self) -> None:

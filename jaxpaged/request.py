@@ -22,6 +22,10 @@ MAX_EOS_IDS = 16
 MAX_BAD_WORDS = 128
 """Ways to spell the bad words of a request in tokens."""
 MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
+"""Likeliest ids of a token that are told at most."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write."""
 MAX_ALLOWED_IDS = 2**20
 
 MAX_SAMPLES = 128
@@ -68,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         allowed_token_ids: only these can be chosen. An end token that is not among them cannot end the answer.
         bad_words: texts that the answer does not come to hold, at least not in the tokens in which they are usually written, with
             or without a space before them; at most 128 spellings.
+        logprobs: for each token of the answer, log-probabilities of so many likeliest ids and of the chosen one, as the model itself
+            gave them (before biases, penalties and temperature); 0 to 20. None: none.
         seed: the random stream depends on it, on the answer's index and on the token's position only. None or -1: drawn by the engine.
         stop: strings that end the answer; cut off unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the answer; the id stays in `token_ids`.
@@ -92,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     bad_words: list[str] | tuple[str, ...] | None = None
+    logprobs: int | None = None
     seed: int | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
@@ -114,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_int("seed", self.seed, -1, MAX_SEED)
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -317,14 +325,39 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
+class Logprob(msgspec.Struct, frozen=True):
+    """One id's log-probability at one place of the answer.
+
+    Attributes:
+        logprob: natural logarithm; -9999.0 for an impossible id.
+        rank: 1 for the likeliest id.
+        decoded_token: the id's text; half a character is shown as U+FFFD.
+        token_bytes: the id's bytes.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+    token_bytes: bytes
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One answer, the `index`-th of its request. `stop_reason` is the stop string or stop id that ended it, None for an end token."""
+    """One answer, the `index`-th of its request.
+
+    Attributes:
+        stop_reason: the stop string or stop id that ended it, None for an end token.
+        logprobs: for each of `token_ids`, id -> log-probability of the chosen id and of the likeliest ones, the chosen one first.
+            None if they were not asked for.
+        cumulative_logprob: sum of the chosen ids' log-probabilities over the whole answer so far; None as above.
+    """
 
     index: int = 0
     text: str = ""
     token_ids: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -30,6 +30,7 @@ _PER_SLOT = (
     "frequency_penalty",
     "repetition_penalty",
     "has_bias",
+    "num_logprobs",
     "seed",
 )
 
@@ -49,6 +50,7 @@ class _Template:
         view = self.views(np.zeros(self.size, np.int32))
         view["banned_ids"].fill(no_token)
         view["repetition_penalty"].fill(1)
+        view["num_logprobs"].fill(-1)
         view["source_slots"].fill(NO_SLOT)
         view["target_slots"].fill(layout.num_slots)  # beyond the slots: dropped
         # Padding tokens write to distinct pages beyond the pool, which the device drops.
@@ -105,6 +107,7 @@ class StepPacker:
             "frequency_penalty": np.zeros(num_slots, np.float32),
             "repetition_penalty": np.ones(num_slots, np.float32),
             "has_bias": np.zeros(num_slots, np.int32),
+            "num_logprobs": np.full(num_slots, -1, np.int32),
             "seed": np.zeros((num_slots, 2), np.uint32),
         }
         self._banned_ids = np.full((num_slots, MAX_BANNED_IDS), no_token, np.int32)
@@ -225,6 +228,7 @@ class StepPacker:
         sampling["frequency_penalty"][slot] = params.frequency_penalty
         sampling["repetition_penalty"][slot] = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         sampling["has_bias"][slot] = has_bias(request)
+        sampling["num_logprobs"][slot] = -1 if params.logprobs is None else params.logprobs
         self._has_long_bad_words[slot] = any(len(word) > 1 for word in request.bad_words_ids)
         if needs_slot_row(request):
             self.newcomers.append(row)

@@ -33,6 +33,7 @@ def plain_arrays(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) ->
         "frequency_penalty": np.zeros(seqs, np.float32),
         "repetition_penalty": np.ones(seqs, np.float32),
         "has_bias": np.zeros(seqs, np.int32),
+        "num_logprobs": np.full(seqs, -1, np.int32),
         "seed": np.zeros((seqs, 2), np.uint32),
         "position": np.zeros(seqs, np.int32),
         "banned_ids": np.full((seqs, MAX_BANNED_IDS), no_token, np.int32),
@@ -77,6 +78,8 @@ def _fill_row(arrays: Arrays, index: int, row: ScheduledRow, at: int) -> None:
     arrays["repetition_penalty"][index] = params.repetition_penalty or 1
     one_token_words = [word for word in request.bad_words_ids if len(word) == 1]
     arrays["has_bias"][index] = bool(params.logit_bias or params.allowed_token_ids or one_token_words)
+    if params.logprobs is not None:
+        arrays["num_logprobs"][index] = params.logprobs
     if row.samples:
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
         long_words = [list(word) for word in request.bad_words_ids if len(word) > 1]

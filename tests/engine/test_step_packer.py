@@ -54,7 +54,14 @@ class PackedWorld(World):
     def add(self, request: Request) -> None:
         rng = self.rng
         sampled = {"temperature": rng.choice((0.3, 1.5)), "top_k": rng.choice((-1, 0, 1, 5)), "top_p": rng.choice((0.5, 1.0)), "min_p": 0.1}
-        shaped = rng.choice(({"frequency_penalty": 0.5}, {"repetition_penalty": 1.5, "presence_penalty": -1.0}, {"logit_bias": {1: 2.0}}))
+        shaped = rng.choice(
+            (
+                {"frequency_penalty": 0.5, "logprobs": 3},
+                {"logprobs": 0},
+                {"repetition_penalty": 1.5, "presence_penalty": -1.0},
+                {"logit_bias": {1: 2.0}},
+            )
+        )
         params = msgspec.structs.replace(
             request.params, **(sampled if rng.random() < 0.5 else {}), **(shaped if rng.random() < 0.3 else {})
         )

@@ -81,6 +81,7 @@ def device_rows(sequences: list[Sequence], slots: list[int]) -> tuple[SamplingRo
         frequency_penalty=column("frequency_penalty", 0.0),
         repetition_penalty=column("repetition_penalty", 1.0),
         has_bias=jnp.asarray([slot_rows.has_bias(sequence.request) for sequence in sequences], jnp.int32),
+        num_logprobs=jnp.full(len(sequences), -1, jnp.int32),
         seed=jnp.zeros((len(sequences), 2), jnp.uint32),
         position=jnp.zeros(len(sequences), jnp.int32),
         banned_ids=jnp.full((len(sequences), MAX_BANNED_IDS), VOCAB, jnp.int32),

@@ -38,6 +38,7 @@ def rows(count: int, *, vocab: int, seed: np.ndarray | None = None, position: np
         seed=jnp.stack([jnp.asarray(seeds & 0xFFFFFFFF, jnp.uint32), jnp.asarray(seeds >> np.uint64(32), jnp.uint32)], axis=1),
         position=jnp.broadcast_to(jnp.asarray(position, jnp.int32), (count,)),
         has_bias=jnp.zeros(count, jnp.int32),
+        num_logprobs=jnp.full(count, -1, jnp.int32),
         banned_ids=jnp.asarray(banned),
         **{name: jnp.full(count, value, jnp.float32) for name, value in NO_PENALTY.items()},
     )
