@@ -1,12 +1,14 @@
 """Operators' calls through `AsyncLLM` and `LLM`: requests wait or are refused, nobody spins, nobody waits for ever."""
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpaged import events
@@ -116,6 +118,72 @@ def test_resume_ends_the_waiting_of_a_pause(async_llm: AsyncLLM, monkeypatch: py
     run(work)
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_cancelled_wait_has_never_been(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
+    async def work() -> None:
+        slow_down(async_llm, monkeypatch, 0.002)
+        task = asyncio.ensure_future(async_llm.generate("hello", params(100))._last())
+        await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
+        for turns in (0, 1, 20):
+            pausing = asyncio.ensure_future(async_llm.sleep(1, "wait") if sleeps else async_llm.pause("wait"))
+            for _ in range(turns):
+                await asyncio.sleep(0.001)
+            pausing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pausing
+            assert not await async_llm.is_paused()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(async_llm.sleep(1, "wait") if sleeps else async_llm.pause("wait"), 0.02)
+        late = await async_llm.generate("late", params(3))
+        assert not task.done(), "the pause was over before the running request was"
+        assert len(late.outputs[0].token_ids) == 3
+        assert len((await task).outputs[0].token_ids) == 100
+
+    run(work)
+
+
+def test_a_cancelled_wait_leaves_the_pause_of_another(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        slow_down(async_llm, monkeypatch, 0.002)
+        task = asyncio.ensure_future(async_llm.generate("hello", params(60))._last())
+        await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
+        first, second = (asyncio.ensure_future(async_llm.pause("wait")) for _ in range(2))
+        await wait_until(lambda: async_llm._engine.scheduler.is_draining)
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await second
+        assert len((await task).outputs[0].token_ids) == 60
+        assert await async_llm.is_paused()
+        await async_llm.resume()
+
+    run(work)
+
+
+def test_no_argument_of_an_operator_stops_the_engine(async_llm: AsyncLLM) -> None:
+    """Each is refused before it comes to the engine's thread, where an error of ours ends everything."""
+    calls: Any = async_llm
+
+    async def work() -> None:
+        task = asyncio.ensure_future(async_llm.generate("hello", params(100))._last())
+        await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
+        unusual = (5, 1.5, [["weights"]], [[]], object(), {1: 2}, np.arange(3), b"abort")
+        made = [functools.partial(call, value) for value in unusual for call in (calls.wake_up, calls.pause, calls.sleep)]
+        made += [functools.partial(calls.sleep, 1, value) for value in unusual]
+        made += [functools.partial(calls.pause, "keep", clear_cache=value) for value in unusual]
+        made += [functools.partial(calls.reset_prefix_cache, reset_running_requests=value) for value in unusual]
+        for call in made:
+            with pytest.raises(InvalidRequestError):
+                await call()
+        for value in unusual:
+            with pytest.raises(InvalidRequestError, match="request_id is a string"):
+                calls.abort(value)
+        async_llm.check_health()
+        assert not await async_llm.is_paused()
+        assert len((await task).outputs[0].token_ids) == 100
+
+    run(work)
+
+
 def test_aborts_and_leaving_while_paused(async_llm: AsyncLLM, async_log: EventLog) -> None:
     async def work() -> None:
         await async_llm.pause()
@@ -175,6 +243,8 @@ def test_time_limits_end_requests_of_a_sleeping_engine(impatient: AsyncLLM, asyn
         asleep = await impatient.generate("hello", LONG)
         assert "was not started (queue_timeout_s)" in (asleep.error or "")
         await impatient.wake_up()
+        assert await impatient.is_paused()
+        await impatient.resume()
         assert (await impatient.generate("hello", params(3))).error is None
         # Limits that were never reached wake nobody up when they are over.
         cpu_s = thread_cpu_s(impatient)
@@ -196,6 +266,9 @@ def test_closing_while_asleep(mortal: AsyncLLM) -> None:
         for call in calls:
             with pytest.raises(EngineDeadError, match="closed"):
                 await call()
+        for late in (mortal.generate("hello", LONG)._last(), anext(mortal.stream("hello", LONG))):
+            with pytest.raises(EngineDeadError, match="closed"):
+                await late
 
     run(work)
 
@@ -220,6 +293,17 @@ def test_death_while_a_pause_waits(mortal: AsyncLLM, monkeypatch: pytest.MonkeyP
                 await waiting
 
     run(work)
+
+
+def test_an_llm_closed_while_asleep_says_that_it_is_closed(tiny_folder: Path, programs: Path) -> None:
+    llm = LLM(config=tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[])
+    llm.sleep(2)
+    for _ in range(2):
+        llm.close()
+    calls = (lambda: llm.generate("a"), lambda: next(llm.stream("a")), llm.wake_up, llm.resume, llm.sleep, llm.pause)
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="the engine is closed"):
+            call()
 
 
 @pytest.fixture

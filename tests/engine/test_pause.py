@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpaged import events
 from jaxpaged.clocks import Clocks
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
+from jaxpaged.engine_control import Pause
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.request import FinishReason, SamplingParams
@@ -129,18 +131,120 @@ def test_wait_lets_those_that_run_come_to_their_ends(bench: Bench) -> None:
 
 
 def test_wait_in_a_pool_that_is_too_small(script_tokenizer: Tokenizer) -> None:
-    """Whoever loses its pages meanwhile waits with the others, and nobody waits for it."""
+    """Whoever loses its pages meanwhile has begun, and comes to its end all the same; one that has not begun waits."""
     runner = ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=3, page_size=4, num_pages=16)
     bench = Bench(runner, script_tokenizer, eos_token_ids=(2,))
     ids = [bench.add([10 + key] * 5, max_tokens=30) for key in range(3)]
-    bench.step()
-    bench.step()
+    late = bench.add([50] * 5, max_tokens=3, priority=-1)
+    while bench.engine.scheduler.num_running < 3:
+        bench.step()
+    begun = {sequence.request_id for sequence in bench.engine.scheduler.sequences[:3]}
+    [waiting] = {*ids, late} - begun
+    assert bench.events.of(events.RequestPreempted) == []
     pause(bench, "wait")
-    assert 1 <= len([request_id for request_id in ids if request_id in bench.last]) <= 3
+    assert {event.request_id for event in bench.events.of(events.RequestPreempted)} <= begun
+    assert len(bench.events.of(events.RequestPreempted)) >= 1
+    assert set(bench.last) == begun
+    assert bench.engine.unfinished_ids == [waiting]
     bench.engine.control.resume()
     bench.run()
-    assert [len(bench.ids(request_id)) for request_id in ids] == [30, 30, 30]
+    assert [len(bench.ids(request_id)) for request_id in [*ids, late]] == [30, 30, 30, 3]
     bench.after_check()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_steps", range(2, 40, 5))
+def test_wait_takes_all_samples_of_a_request_that_has_begun(script_tokenizer: Tokenizer, prefix_caching: bool, num_steps: int) -> None:
+    """One row, so that samples run one after another; whichever runs when the pause comes, or has just ended."""
+    bench = Bench(
+        ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=1, page_size=4),
+        script_tokenizer,
+        eos_token_ids=(2,),
+        enable_prefix_caching=prefix_caching,
+    )
+    alone = bench.ask([7] * 19, max_tokens=8).outputs[0].token_ids
+    bench.engine.reset_prefix_cache()
+    group = bench.add([7] * 19, n=4, max_tokens=8)
+    late = [bench.add([9] * 19, n=2, max_tokens=8, priority=-1), bench.add([8] * 5, max_tokens=3)]
+    while not any(sequence.request.sample_group == group for sequence in bench.engine.scheduler.sequences[:1]):
+        bench.step()
+    for _ in range(num_steps):
+        if group not in bench.last:
+            bench.step()
+    pause(bench, "wait")
+    assert [answer.token_ids for answer in bench.last[group].outputs] == [alone] * 4
+    bench.engine.control.resume()
+    bench.run()
+    assert all(output.finished for output in (bench.last[request_id] for request_id in late))
+    bench.after_check()
+
+
+def test_those_that_were_kept_come_to_their_ends_in_a_wait(bench: Bench) -> None:
+    """Also when they have lost their pages to the first pause, and are computed again."""
+    answers = expected(bench)
+    ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS]
+    bench.step()
+    bench.step()
+    pause(bench, "keep", clear_cache=True)
+    assert bench.engine.scheduler.num_running == 0
+    pause(bench, "wait")
+    assert [bench.ids(request_id) for request_id in ids[:3]] == answers[:3]
+    assert bench.engine.unfinished_ids == ids[3:]
+    bench.engine.control.resume()
+    bench.run()
+    assert [bench.ids(request_id) for request_id in ids] == answers
+    bench.after_check()
+
+
+def test_pauses_that_are_given_up(bench: Bench) -> None:
+    """Each leaves what the others ask for, in whatever order they go."""
+    control, scheduler = bench.engine.control, bench.engine.scheduler
+
+    def state() -> str:
+        return "paused" if scheduler.is_paused else "draining" if scheduler.is_draining else "ready"
+
+    def begin(mode: Any) -> Pause:
+        pause = Pause(mode)
+        bench._take(control.begin_pause(pause))
+        return pause
+
+    ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS]
+    bench.step()
+    alone = begin("wait")
+    assert state() == "draining"
+    control.withdraw(alone)
+    control.withdraw(alone)
+    assert state() == "ready"
+    for order in (1, -1):
+        pair = [begin("wait"), begin("wait")][::order]
+        control.withdraw(pair[0])
+        assert state() == "draining"
+        control.withdraw(pair[1])
+        assert state() == "ready"
+    waiting, keeping = begin("wait"), begin("keep")
+    assert state() == "paused"
+    control.withdraw(keeping)
+    assert state() == "draining"
+    control.withdraw(waiting)
+    pause(bench, "keep", clear_cache=False)
+    control.withdraw(begin("wait"))
+    assert state() == "paused", "somebody else's pause holds"
+    control.resume()
+    # Resumed by another, it has nothing left to give up, nor to finish.
+    overruled = begin("wait")
+    control.resume()
+    pause(bench, "keep", clear_cache=False)
+    control.withdraw(overruled)
+    control.finish_pause(overruled)
+    assert (state(), control.is_settled(overruled)) == ("paused", True)
+    control.resume()
+    bench.run()
+    assert [len(bench.ids(request_id)) for request_id in ids] == [12] * 5
+    given_up = begin("keep")
+    bench.engine.close()
+    said = len(bench.events.of(events.HealthChanged))
+    control.withdraw(given_up)
+    assert len(bench.events.of(events.HealthChanged)) == said
 
 
 def test_modes_one_after_the_other(bench: Bench) -> None:
@@ -194,24 +298,67 @@ def test_a_closed_or_dead_engine_takes_no_orders(bench: Bench) -> None:
     bench.engine.control.pause("keep")
     bench.engine.close()
     control = bench.engine.control
-    for call in (control.pause, control.resume, lambda: control.finish_pause(clear_cache=True), control.wake_up, control.sleep):
+    for call in (control.pause, control.resume, lambda: control.finish_pause(Pause()), control.wake_up, control.sleep):
         with pytest.raises(EngineDeadError, match="closed"):
             call()
 
 
+UNUSUAL: tuple[Any, ...] = (["abort"], {}, set(), 5, 1.0, True, b"abort", object(), np.arange(3))
+
+
 def test_unknown_modes_levels_and_tags_change_nothing(bench: Bench) -> None:
-    control = bench.engine.control
-    with pytest.raises(InvalidRequestError, match=r"mode is one of \['abort', 'wait', 'keep'\], got 'now'"):
-        control.pause("now")  # type: ignore[arg-type]
-    for level in (3, -1, True, "1"):
+    control: Any = bench.engine.control
+    for mode in ("now", None, *UNUSUAL):
+        for call in (control.pause, lambda mode: control.sleep(1, mode)):
+            with pytest.raises(InvalidRequestError, match=r"mode is one of \['abort', 'wait', 'keep'\], got "):
+                call(mode)
+    for level in (3, -1, "1", None, *(value for value in UNUSUAL if not isinstance(value, int) or value is True), 5):
         with pytest.raises(InvalidRequestError, match=r"level is one of \[0, 1, 2\]"):
-            control.sleep(level)  # type: ignore[arg-type]
-    for tags in (["weight"], "all", [5]):
+            control.sleep(level)
+    for tags in (["weight"], "all", [5], [["weights"]], [None], 5, True, 1.0, b"weights", object(), np.arange(3), {"kv": 1}):
         with pytest.raises(InvalidRequestError, match="tags are among"):
-            control.wake_up(tags)  # type: ignore[arg-type]
+            control.wake_up(tags)
+    for flag in ("yes", None, 1, [], np.arange(3)):
+        with pytest.raises(InvalidRequestError, match="clear_cache is True or False"):
+            control.pause("keep", clear_cache=flag)
     assert not control.is_paused
     assert not control.is_sleeping
     assert bench.events.of(events.HealthChanged) == []
+
+
+def test_wake_up_ends_a_sleep_and_no_pause(bench: Bench) -> None:
+    control = bench.engine.control
+    pause(bench, "keep")
+    for tags in (None, ["weights"], ["scheduling"], []):
+        control.wake_up(tags)
+        assert control.is_paused
+    for _ in range(2):
+        bench._take(control.sleep(0, "keep"))
+        assert control.is_sleeping
+        control.wake_up([])
+        assert control.is_sleeping
+        control.wake_up()
+        assert (control.is_paused, control.is_sleeping) == (True, False)
+    control.resume()
+    assert not control.is_paused
+    bench._take(control.sleep(0))
+    # Paused while asleep is paused.
+    pause(bench, "keep")
+    control.wake_up(["scheduling"])
+    assert (control.is_paused, control.is_sleeping) == (True, False)
+    control.resume()
+    bench._take(control.sleep(0))
+    control.wake_up()
+    assert not control.is_paused
+    states = [event.state for event in bench.events.of(events.HealthChanged)]
+    assert states == [
+        "paused",
+        *["sleeping", "paused"] * 2,
+        "ready",
+        *["paused", "sleeping"],
+        *["paused", "ready"],
+        *["paused", "sleeping", "ready"],
+    ]
 
 
 @pytest.mark.parametrize("reset_running_requests", [False, True])
