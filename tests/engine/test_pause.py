@@ -130,52 +130,58 @@ def test_wait_lets_those_that_run_come_to_their_ends(bench: Bench) -> None:
     bench.after_check()
 
 
-def test_wait_in_a_pool_that_is_too_small(script_tokenizer: Tokenizer) -> None:
+def test_wait_in_a_pool_that_is_too_small(script_tokenizer: Tokenizer, in_flight: int) -> None:
     """Whoever loses its pages meanwhile has begun, and comes to its end all the same; one that has not begun waits."""
     runner = ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=3, page_size=4, num_pages=16)
     bench = Bench(runner, script_tokenizer, eos_token_ids=(2,))
     ids = [bench.add([10 + key] * 5, max_tokens=30) for key in range(3)]
-    late = bench.add([50] * 5, max_tokens=3, priority=-1)
-    while bench.engine.scheduler.num_running < 3:
+    for _ in range(4):
         bench.step()
-    begun = {sequence.request_id for sequence in bench.engine.scheduler.sequences[:3]}
-    [waiting] = {*ids, late} - begun
-    assert bench.events.of(events.RequestPreempted) == []
+    assert (bench.engine.scheduler.num_running, bench.events.of(events.RequestPreempted)) == (3, [])
+    late = bench.add([50] * 5, max_tokens=3, priority=-1)
     pause(bench, "wait")
-    assert {event.request_id for event in bench.events.of(events.RequestPreempted)} <= begun
-    assert len(bench.events.of(events.RequestPreempted)) >= 1
-    assert set(bench.last) == begun
-    assert bench.engine.unfinished_ids == [waiting]
+    # The pool has 15 pages, and each answer comes to need 9.
+    lost = [event.request_id for event in bench.events.of(events.RequestPreempted)]
+    assert lost == ([ids[2], ids[1], ids[2]] if in_flight == 1 else [ids[2], ids[1]])
+    assert [len(bench.ids(request_id)) for request_id in ids] == [30, 30, 30]
+    assert bench.engine.unfinished_ids == [late]
     bench.engine.control.resume()
     bench.run()
-    assert [len(bench.ids(request_id)) for request_id in [*ids, late]] == [30, 30, 30, 3]
+    assert len(bench.ids(late)) == 3
     bench.after_check()
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("num_steps", range(2, 40, 5))
-def test_wait_takes_all_samples_of_a_request_that_has_begun(script_tokenizer: Tokenizer, prefix_caching: bool, num_steps: int) -> None:
+def test_wait_takes_all_samples_of_a_request_that_has_begun(script_tokenizer: Tokenizer, prefix_caching: bool) -> None:
     """One row, so that samples run one after another; whichever runs when the pause comes, or has just ended."""
-    bench = Bench(
-        ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=1, page_size=4),
-        script_tokenizer,
-        eos_token_ids=(2,),
-        enable_prefix_caching=prefix_caching,
-    )
+    runner = ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=1, page_size=4)
+    bench = Bench(runner, script_tokenizer, eos_token_ids=(2,), enable_prefix_caching=prefix_caching)
     alone = bench.ask([7] * 19, max_tokens=8).outputs[0].token_ids
-    bench.engine.reset_prefix_cache()
-    group = bench.add([7] * 19, n=4, max_tokens=8)
-    late = [bench.add([9] * 19, n=2, max_tokens=8, priority=-1), bench.add([8] * 5, max_tokens=3)]
-    while not any(sequence.request.sample_group == group for sequence in bench.engine.scheduler.sequences[:1]):
-        bench.step()
-    for _ in range(num_steps):
-        if group not in bench.last:
+    for num_before in range(1, 33, 3):
+        bench.engine.reset_prefix_cache()
+        group = bench.add([7] * 19, n=4, max_tokens=8)
+        for _ in range(num_before):
             bench.step()
+        assert group not in bench.last
+        late = [bench.add([9] * 19, n=2, max_tokens=8, priority=-1), bench.add([8] * 5, max_tokens=3)]
+        pause(bench, "wait")
+        assert [answer.token_ids for answer in bench.last[group].outputs] == [alone] * 4
+        assert bench.engine.unfinished_ids == late
+        bench.engine.control.resume()
+        bench.run()
+        assert all(bench.last[request_id].finished for request_id in late)
+    bench.after_check()
+
+
+def test_wait_leaves_a_request_alone_of_which_no_sample_has_begun(bench: Bench) -> None:
+    ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS[:3]]
+    group = bench.add([7] * 19, n=3, max_tokens=3)
+    bench.step()
     pause(bench, "wait")
-    assert [answer.token_ids for answer in bench.last[group].outputs] == [alone] * 4
+    assert bench.engine.unfinished_ids == [group]
+    assert [len(bench.ids(request_id)) for request_id in ids] == [12, 12, 12]
     bench.engine.control.resume()
     bench.run()
-    assert all(output.finished for output in (bench.last[request_id] for request_id in late))
     bench.after_check()
 
 
