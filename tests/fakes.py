@@ -300,13 +300,7 @@ class Bench:
         return self.engine.pages
 
     def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        **fields: Any,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0, **fields: Any
     ) -> str:
         """Queues a request, greedy unless said otherwise, and returns its id. Raises as intake and engine do."""
         params = params or SamplingParams(**{"temperature": 0.0, **fields})

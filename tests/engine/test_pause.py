@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxpaged import events
 from jaxpaged.clocks import Clocks
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
-from jaxpaged.engine_control import Pause
-from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -202,57 +199,6 @@ def test_those_that_were_kept_come_to_their_ends_in_a_wait(bench: Bench) -> None
     bench.after_check()
 
 
-def test_pauses_that_are_given_up(bench: Bench) -> None:
-    """Each leaves what the others ask for, in whatever order they go."""
-    control, scheduler = bench.engine.control, bench.engine.scheduler
-
-    def state() -> str:
-        return "paused" if scheduler.is_paused else "draining" if scheduler.is_draining else "ready"
-
-    def begin(mode: Any) -> Pause:
-        pause = Pause(mode)
-        bench._take(control.begin_pause(pause))
-        return pause
-
-    ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS]
-    bench.step()
-    alone = begin("wait")
-    assert state() == "draining"
-    control.withdraw(alone)
-    control.withdraw(alone)
-    assert state() == "ready"
-    for order in (1, -1):
-        pair = [begin("wait"), begin("wait")][::order]
-        control.withdraw(pair[0])
-        assert state() == "draining"
-        control.withdraw(pair[1])
-        assert state() == "ready"
-    waiting, keeping = begin("wait"), begin("keep")
-    assert state() == "paused"
-    control.withdraw(keeping)
-    assert state() == "draining"
-    control.withdraw(waiting)
-    pause(bench, "keep", clear_cache=False)
-    control.withdraw(begin("wait"))
-    assert state() == "paused", "somebody else's pause holds"
-    control.resume()
-    # Resumed by another, it has nothing left to give up, nor to finish.
-    overruled = begin("wait")
-    control.resume()
-    pause(bench, "keep", clear_cache=False)
-    control.withdraw(overruled)
-    control.finish_pause(overruled)
-    assert (state(), control.is_settled(overruled)) == ("paused", True)
-    control.resume()
-    bench.run()
-    assert [len(bench.ids(request_id)) for request_id in ids] == [12] * 5
-    given_up = begin("keep")
-    bench.engine.close()
-    said = len(bench.events.of(events.HealthChanged))
-    control.withdraw(given_up)
-    assert len(bench.events.of(events.HealthChanged)) == said
-
-
 def test_modes_one_after_the_other(bench: Bench) -> None:
     """Kept, then drained, then aborted; and each of them twice."""
     ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS]
@@ -298,73 +244,6 @@ def test_aborts_and_time_limits_work_while_paused(script_tokenizer: Tokenizer) -
     assert (engine.has_step, engine.unfinished_ids, engine.pages.num_in_use) == (False, ["r4"], 0)
     engine.close()
     assert [event.reason for event in log.of(events.RequestFinished)] == ["abort"] * 5
-
-
-def test_a_closed_or_dead_engine_takes_no_orders(bench: Bench) -> None:
-    bench.engine.control.pause("keep")
-    bench.engine.close()
-    control = bench.engine.control
-    for call in (control.pause, control.resume, lambda: control.finish_pause(Pause()), control.wake_up, control.sleep):
-        with pytest.raises(EngineDeadError, match="closed"):
-            call()
-
-
-UNUSUAL: tuple[Any, ...] = (["abort"], {}, set(), 5, 1.0, True, b"abort", object(), np.arange(3))
-
-
-def test_unknown_modes_levels_and_tags_change_nothing(bench: Bench) -> None:
-    control: Any = bench.engine.control
-    for mode in ("now", None, *UNUSUAL):
-        for call in (control.pause, lambda mode: control.sleep(1, mode)):
-            with pytest.raises(InvalidRequestError, match=r"mode is one of \['abort', 'wait', 'keep'\], got "):
-                call(mode)
-    for level in (3, -1, "1", None, *(value for value in UNUSUAL if not isinstance(value, int) or value is True), 5):
-        with pytest.raises(InvalidRequestError, match=r"level is one of \[0, 1, 2\]"):
-            control.sleep(level)
-    for tags in (["weight"], "all", [5], [["weights"]], [None], 5, True, 1.0, b"weights", object(), np.arange(3), {"kv": 1}):
-        with pytest.raises(InvalidRequestError, match="tags are among"):
-            control.wake_up(tags)
-    for flag in ("yes", None, 1, [], np.arange(3)):
-        with pytest.raises(InvalidRequestError, match="clear_cache is True or False"):
-            control.pause("keep", clear_cache=flag)
-    assert not control.is_paused
-    assert not control.is_sleeping
-    assert bench.events.of(events.HealthChanged) == []
-
-
-def test_wake_up_ends_a_sleep_and_no_pause(bench: Bench) -> None:
-    control = bench.engine.control
-    pause(bench, "keep")
-    for tags in (None, ["weights"], ["scheduling"], []):
-        control.wake_up(tags)
-        assert control.is_paused
-    for _ in range(2):
-        bench._take(control.sleep(0, "keep"))
-        assert control.is_sleeping
-        control.wake_up([])
-        assert control.is_sleeping
-        control.wake_up()
-        assert (control.is_paused, control.is_sleeping) == (True, False)
-    control.resume()
-    assert not control.is_paused
-    bench._take(control.sleep(0))
-    # Paused while asleep is paused.
-    pause(bench, "keep")
-    control.wake_up(["scheduling"])
-    assert (control.is_paused, control.is_sleeping) == (True, False)
-    control.resume()
-    bench._take(control.sleep(0))
-    control.wake_up()
-    assert not control.is_paused
-    states = [event.state for event in bench.events.of(events.HealthChanged)]
-    assert states == [
-        "paused",
-        *["sleeping", "paused"] * 2,
-        "ready",
-        *["paused", "sleeping"],
-        *["paused", "ready"],
-        *["paused", "sleeping", "ready"],
-    ]
 
 
 @pytest.mark.parametrize("reset_running_requests", [False, True])
