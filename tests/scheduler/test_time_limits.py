@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpaged.errors import ConfigError, QueueFullError
+from jaxpaged.errors import ConfigError, PoolTooSmallError, QueueFullError
 from jaxpaged.request import FinishReason, samples_of
 from jaxpaged.scheduler import Sequence, SequenceStatus
 from tests.scheduler.rules import Clock, add, ids_of, make_scheduler, schedule, step, update
