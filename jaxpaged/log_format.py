@@ -239,7 +239,8 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 f"ready in {event.seconds:.1f} s: {clean(event.model, MAX_ID_CHARS)} in {clean(event.dtype, 32)}, "
                 f"weights {event.weight_bytes / 2**20:.0f} MiB, {counted(event.num_pages, 'page')} of {counted(event.page_size, 'token')} "
                 f"({event.pool_bytes / 2**20:.0f} MiB), {counted(event.num_programs, 'program')}; "
-                f"per step at most {counted(event.max_num_seqs, 'sequence')} and {counted(event.max_num_batched_tokens, 'token')}; context {counted(event.max_model_len, 'token')}"
+                f"per step at most {counted(event.max_num_seqs, 'sequence')} "
+                f"and {counted(event.max_num_batched_tokens, 'token')}; context {counted(event.max_model_len, 'token')}"
             )
         case events.HealthChanged():
             level = Level.ERROR if event.state == "dead" else Level.DEBUG if event.state in ("starting", "ready") else Level.INFO
