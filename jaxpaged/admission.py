@@ -38,6 +38,7 @@ DEFAULT_PRIORITY = 0
 ROWS, TIME, TOKENS, PAGES = "rows", "target_itl_s", "tokens", "pages"
 LATE = "a token on its way"
 PREEMPTION = "preemption"
+DRAINING = "draining"
 """Why a request stays in the queue."""
 
 
@@ -78,15 +79,17 @@ class Admission:
         self._enter(candidate, draft)
         return candidate
 
-    def admit(self, draft: StepDraft) -> None:
-        """Pass 3: lets in requests in the order of the queue, and schedules their first chunks."""
+    def admit(self, draft: StepDraft, *, only: Callable[[Sequence], bool] | None = None) -> None:
+        """Pass 3: lets in requests in the order of the queue, those that `only` says, and schedules their first chunks."""
         queue, running = self._queue, self._running
         num_waiting = len(queue) + len(draft.admitted)
         reason = PREEMPTION if draft.preempted else ""
         load = _Load(self._pages, running, self.lengths)
         while len(queue) and not reason:
-            candidate = queue.first()
-            if not running.has_slot:
+            candidate = queue.first() if only is None else queue.first_of(only)
+            if candidate is None:
+                reason = DRAINING
+            elif not running.has_slot:
                 reason = ROWS
             elif len(running.sequences) >= self._budget.max_rows():
                 reason = TIME

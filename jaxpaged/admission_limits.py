@@ -4,6 +4,7 @@ import enum
 import heapq
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError, PoolTooSmallError, QueueFullError
 from jaxpaged.page_manager import PageManager
 from jaxpaged.sequence import Sequence, SequenceStatus
@@ -18,7 +19,8 @@ def reserve_pages_of(policy: SchedulerConfig, num_usable: int) -> int:
     reserve_pages = num_usable // 100 if policy.reserve_pages is None else policy.reserve_pages
     if reserve_pages >= num_usable:
         raise ConfigError(
-            f"reserve_pages {reserve_pages} leaves nothing of a page pool of {num_usable} pages: lower it or give the pool more memory "
+            f"reserve_pages {reserve_pages} leaves nothing of a page pool of {counted(num_usable, 'page')}: "
+            "lower it or give the pool more memory "
             "(--cache.memory)",
             param="scheduler.reserve_pages",
         )
@@ -59,16 +61,16 @@ class AdmissionLimits:
             raise InvalidRequestError("The prompt is empty: give at least one token", param="prompt")
         if num_prompt >= self.max_model_len:
             raise ContextLengthError(
-                f"The prompt has {num_prompt} tokens and the context {self.max_model_len}, which leaves no room for an answer: "
-                f"shorten the prompt to at most {self.max_model_len - 1} tokens",
+                f"The prompt has {counted(num_prompt, 'token')} and the context {self.max_model_len}, which leaves no room for an answer: "
+                f"shorten the prompt to at most {counted(self.max_model_len - 1, 'token')}",
                 param="prompt",
             )
         if (num_pages := pool.arithmetic.peak_pages(num_prompt + 1)) > num_usable:
             most = pool.arithmetic.most_tokens(num_usable, num_prompt) - 1
             raise PoolTooSmallError(
-                f"The prompt has {num_prompt} tokens and needs {num_pages} pages with the first token of the answer, "
-                f"and the page pool has {num_usable} pages of {pool.page_size} tokens: shorten the prompt to at most "
-                f"{most} tokens or give the pool more memory (--cache.memory)",
+                f"The prompt has {counted(num_prompt, 'token')} and needs {counted(num_pages, 'page')} with the first token of the answer, "
+                f"and the page pool has {counted(num_usable, 'page')} of {counted(pool.page_size, 'token')}: shorten the prompt to at most "
+                f"{counted(most, 'token')} or give the pool more memory (--cache.memory)",
                 param="prompt",
             )
 
@@ -80,11 +82,14 @@ class AdmissionLimits:
         """
         most_requests, most_tokens = self._policy.max_num_queued_requests, self._policy.max_num_queued_tokens
         if most_requests is not None and num_waiting >= most_requests:
-            raise QueueFullError(f"{num_waiting} requests are waiting, and max_num_queued_requests is {most_requests}: try again later")
+            raise QueueFullError(
+                f"{counted(num_waiting, 'request')} {_are(num_waiting)} waiting, and max_num_queued_requests is {most_requests}: "
+                "try again later"
+            )
         if most_tokens is not None and num_waiting and num_waiting_tokens + num_prompt > most_tokens:
             raise QueueFullError(
-                f"{num_waiting_tokens} prompt tokens are waiting, and with the {num_prompt} of this request they would be more than "
-                f"max_num_queued_tokens {most_tokens}: try again later"
+                f"{counted(num_waiting_tokens, 'prompt token')} {_are(num_waiting_tokens)} waiting, and with the {num_prompt} of this "
+                f"request they would be more than max_num_queued_tokens {most_tokens}: try again later"
             )
 
     def max_total_tokens(self, sequence: Sequence) -> int:
@@ -93,6 +98,10 @@ class AdmissionLimits:
         if max_tokens is None:
             return self._most_total_tokens
         return min(self._most_total_tokens, sequence.num_prompt_tokens + max_tokens)
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 class _Limit(enum.Enum):

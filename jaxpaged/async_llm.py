@@ -13,9 +13,9 @@ import msgspec
 from jaxpaged.api import open_own_sinks, settle_config
 from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient, Generation
-from jaxpaged.engine_control import PauseMode, check_level
+from jaxpaged.engine_control import Pause, PauseMode, check_flag, wake_tags
 from jaxpaged.engine_thread import EngineThread
-from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
@@ -92,7 +92,13 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is, still being tokenized or running; nothing happens when there is none of that id."""
+        """Ends a request wherever it is, still being tokenized or running; nothing happens when there is none of that id.
+
+        Raises:
+            InvalidRequestError: no string.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id is a string, got {request_id!r:.40}", param="request_id")
         self._thread.abort(request_id)
 
     def check_health(self) -> None:
@@ -101,6 +107,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forgets all cached pages; `reset_running_requests`: those that run give theirs back and are computed again. True: done."""
+        check_flag("reset_running_requests", reset_running_requests)
         await self._thread.call(lambda engine: engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests))
         return True
 
@@ -108,14 +115,16 @@ class AsyncLLM:
         """Computes nothing until `resume`; requests that come meanwhile wait. Returns when the engine stands still.
 
         Args:
-            mode: what becomes of the requests that are there: "abort" ends them all; "wait" computes those that run to their ends;
-                "keep" stops them where they are, to go on after `resume`.
+            mode: what becomes of the requests that are there: "abort" ends them all; "wait" computes those that have begun to their
+                ends; "keep" stops them where they are, to go on after `resume`.
             clear_cache: forget all cached pages; requests that were kept are computed again.
 
+        Cancelled before the engine stands still, the call has never been: the engine goes on.
+
         Raises:
-            InvalidRequestError: an unknown mode.
+            InvalidRequestError: an unknown mode, or no bool.
         """
-        await self._thread.pause(mode, clear_cache=clear_cache)
+        await self._thread.pause(Pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
@@ -137,17 +146,19 @@ class AsyncLLM:
             InvalidRequestError: an unknown level or mode.
             EnginePausedError: somebody resumed before the engine had come to rest.
         """
-        check_level(level)
-        await self._thread.pause(mode, clear_cache=level > 0, level=level)
+        await self._thread.pause(Pause.to_sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
+
+        An engine that was paused apart from the sleep stays paused. Nothing happens when it is awake, or without tags.
 
         Raises:
             InvalidRequestError: an unknown tag.
             MemoryBudgetError: there is no room now; the engine sleeps on.
         """
-        await self._thread.call(lambda engine: engine.control.wake_up(tags))
+        wanted = wake_tags(tags)
+        await self._thread.call(lambda engine: engine.control.wake_up(wanted))
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called and `wake_up` has not ended it."""

@@ -105,7 +105,7 @@ class Engine:
             return True
         if not len(self._requests):
             return False
-        if not (scheduler.is_paused or (scheduler.is_draining and scheduler.num_running == 0)):
+        if not (scheduler.is_paused or scheduler.is_drained):
             return True
         return self.next_deadline_s is not None and self.next_deadline_s <= self.clocks.monotonic()
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxpaged.engine_control import PauseMode
+from jaxpaged.engine_control import Pause
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.request import Request, RequestOutput
@@ -139,22 +139,25 @@ class EngineThread:
             raise EngineDeadError("the engine is closed")
         return await asyncio.wrap_future(done)
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool, level: int | None = None) -> None:
-        """See `EngineControl.pause`, and with a level `EngineControl.sleep`."""
+    async def pause(self, pause: Pause) -> None:
+        """See `EngineControl.pause` and `sleep`. A pause whose task is cancelled before it is finished has never been."""
 
         def begin(engine: "Engine") -> None:
-            self._deliver(engine.control.begin_pause(mode))
+            self._deliver(engine.control.begin_pause(pause))
 
-        def finish(engine: "Engine") -> None:
-            engine.control.finish_pause(clear_cache=clear_cache)
-            if level is not None:
-                engine.control.fall_asleep(level)
+        def is_settled(engine: "Engine") -> bool:
+            engine.check_alive()
+            return engine.control.is_settled(pause)
 
-        await self.call(begin)
-        # Each look waits for the step that is being made.
-        while not await self.call(_is_settled):
-            pass
-        await self.call(finish)
+        try:
+            await self.call(begin)
+            # Each look waits for the step that is being made.
+            while not await self.call(is_settled):
+                pass
+            await self.call(lambda engine: engine.control.finish_pause(pause))
+        except BaseException:
+            self._commands.put(lambda: self._engine.control.withdraw(pause))
+            raise
 
     def close(self) -> None:
         """Aborts what is unfinished and stops; returns when the engine is closed."""
@@ -257,11 +260,6 @@ def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     except RuntimeError:
         if not loop.is_closed():
             raise
-
-
-def _is_settled(engine: "Engine") -> bool:
-    engine.check_alive()
-    return engine.control.is_settled
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.counts import counted
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
 from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -182,8 +183,8 @@ class Intake:
         if longest is None or (least := -(-num_bytes // longest)) < max_model_len:
             return
         raise ContextLengthError(
-            f"The prompt has {num_bytes} bytes, which are at least {least} tokens since none is longer than {longest} bytes, and the "
-            f"context has {max_model_len}: shorten the prompt to at most {max_model_len - 1} tokens",
+            f"The prompt has {num_bytes} bytes, which are at least {least} tokens since none is longer than {counted(longest, 'byte')}, "
+            f"and the context has {max_model_len}: shorten the prompt to at most {counted(max_model_len - 1, 'token')}",
             param="prompt",
         )
 

@@ -8,7 +8,7 @@ import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
 from jaxpaged.config import Config
-from jaxpaged.engine_control import PauseMode, check_level
+from jaxpaged.engine_control import Pause, PauseMode, check_flag
 from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
@@ -173,6 +173,7 @@ class LLM:
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forgets all cached pages; `reset_running_requests`: open streams give theirs back, too, and are computed again. True: done."""
+        check_flag("reset_running_requests", reset_running_requests)
         with self._turns.turn():
             self._engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
         return True
@@ -184,8 +185,7 @@ class LLM:
             mode: what becomes of open streams: "abort" ends them, "wait" computes them to their ends, "keep" stops them.
             clear_cache: forget all cached pages; streams that were kept are computed again.
         """
-        with self._turns.change():
-            self._pause(mode, clear_cache=clear_cache)
+        self._pause(Pause(mode, clear_cache=clear_cache))
 
     def resume(self) -> None:
         """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
@@ -204,13 +204,12 @@ class LLM:
                 read from their files again.
             mode: as for `pause`.
         """
-        check_level(level)
-        with self._turns.change():
-            self._pause(mode, clear_cache=level > 0)
-            self._engine.control.fall_asleep(level)
+        self._pause(Pause.to_sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
+
+        An engine that was paused apart from the sleep stays paused. Nothing happens when it is awake, or without tags.
 
         Raises:
             InvalidRequestError: an unknown tag.
@@ -235,12 +234,17 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    def _pause(self, pause: Pause) -> None:
         control = self._engine.control
-        self._turns.deliver(control.begin_pause(mode))
-        while not control.is_settled:
-            self._turns.step()
-        control.finish_pause(clear_cache=clear_cache)
+        with self._turns.change():
+            try:
+                self._turns.deliver(control.begin_pause(pause))
+                while not control.is_settled(pause):
+                    self._turns.step()
+                control.finish_pause(pause)
+            except BaseException:
+                control.withdraw(pause)
+                raise
 
     def _admit(
         self,

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from jaxpaged import events
+from jaxpaged.counts import counted
 from jaxpaged.events import Event
 
 MAX_ID_CHARS = 128
@@ -131,7 +132,7 @@ class LogFormatter:
 
     def _compiled(self, event: events.ProgramCompiled) -> LogLine:
         origin = "read from the cache" if event.from_cache else "compiled"
-        text = f"program for {event.bucket_tokens} tokens {origin} in {event.seconds:.2f} s"
+        text = f"program for {counted(event.bucket_tokens, 'token')} {origin} in {event.seconds:.2f} s"
         if event.after_ready:
             return LogLine(event.time_s, Level.WARNING, f"{text}, after ready: requests waited for it")
         self._num_compiled += 1
@@ -163,7 +164,7 @@ class LogFormatter:
                 event.time_s,
                 Level.DEBUG,
                 f"step {event.step}: {event.num_seqs} sequences, {event.num_prefill_tokens} prompt + {event.num_decode_tokens} generated "
-                f"+ {event.bucket_tokens - event.num_tokens} padding = {event.bucket_tokens} tokens in {1000 * step_s:.1f} ms "
+                f"+ {event.bucket_tokens - event.num_tokens} padding = {counted(event.bucket_tokens, 'token')} in {1000 * step_s:.1f} ms "
                 f"(device {1000 * event.device_s:.1f} ms){': ' + clean(event.decision) if event.decision else ''}",
             )
         ]
@@ -191,7 +192,7 @@ class LogFormatter:
         if sums.num_preempted:
             text += f"; preempted {sums.num_preempted}"
         if sums.prefill_recompute_tokens:
-            text += f"; {sums.prefill_recompute_tokens} tokens computed again"
+            text += f"; {counted(sums.prefill_recompute_tokens, 'token')} computed again"
         self._sums = _Interval()
         self._interval_began_s = time_s
         return [LogLine(time_s, Level.INFO, text)]
@@ -206,36 +207,40 @@ def _plain_text(event: Event) -> tuple[Level, str]:
     match event:
         case events.RequestScheduled(num_preemptions=0):
             return Level.INFO, (
-                f"request {clean_id(event.request_id)} added: {event.num_prompt_tokens} prompt tokens, "
-                f"{event.num_cached_tokens} cached, {event.num_pages} pages allocated"
+                f"request {clean_id(event.request_id)} added: {counted(event.num_prompt_tokens, 'prompt token')}, "
+                f"{event.num_cached_tokens} cached, {counted(event.num_pages, 'page')} allocated"
                 f"{f', waited {event.queue_s:.3f} s' if event.queue_s >= 0.01 else ''}"
             )
         case events.RequestScheduled():
             return Level.INFO, (
                 f"request {clean_id(event.request_id)} resumed after preemption {event.num_preemptions}: "
-                f"{event.num_cached_tokens} tokens cached, {event.num_pages} pages allocated"
+                f"{counted(event.num_cached_tokens, 'token')} cached, {counted(event.num_pages, 'page')} allocated"
             )
         case events.RequestFinished():
             return (Level.ERROR if event.reason == "error" else Level.INFO), _finished_text(event)
         case events.RequestReceived():
-            return Level.DEBUG, f"request {clean_id(event.request_id)} received: {event.num_prompt_tokens} prompt tokens"
+            return Level.DEBUG, f"request {clean_id(event.request_id)} received: {counted(event.num_prompt_tokens, 'prompt token')}"
         case events.RequestQueued():
-            return Level.DEBUG, f"request {clean_id(event.request_id)} queued behind {event.num_waiting}, at most {event.max_tokens} tokens"
+            return (
+                Level.DEBUG,
+                f"request {clean_id(event.request_id)} queued behind {event.num_waiting}, at most {counted(event.max_tokens, 'token')}",
+            )
         case events.RequestRejected():
             return Level.INFO, f"request {clean_id(event.request_id)} rejected ({clean(event.code, 64)}): {clean(event.message)}"
         case events.RequestFirstToken():
             return Level.DEBUG, f"request {clean_id(event.request_id)} has its first token after {event.ttft_s:.3f} s"
         case events.RequestPreempted():
             return Level.INFO, (
-                f"request {clean_id(event.request_id)} preempted: {event.num_pages_freed} pages freed, "
-                f"{event.num_computed_tokens} tokens to compute again"
+                f"request {clean_id(event.request_id)} preempted: {counted(event.num_pages_freed, 'page')} freed, "
+                f"{counted(event.num_computed_tokens, 'token')} to compute again"
             )
         case events.EngineStarted():
             return Level.INFO, (
                 f"ready in {event.seconds:.1f} s: {clean(event.model, MAX_ID_CHARS)} in {clean(event.dtype, 32)}, "
-                f"weights {event.weight_bytes / 2**20:.0f} MiB, {event.num_pages} pages of {event.page_size} tokens "
-                f"({event.pool_bytes / 2**20:.0f} MiB), {event.num_programs} programs; per step at most {event.max_num_seqs} sequences "
-                f"and {event.max_num_batched_tokens} tokens; context {event.max_model_len} tokens"
+                f"weights {event.weight_bytes / 2**20:.0f} MiB, {counted(event.num_pages, 'page')} of {counted(event.page_size, 'token')} "
+                f"({event.pool_bytes / 2**20:.0f} MiB), {counted(event.num_programs, 'program')}; "
+                f"per step at most {counted(event.max_num_seqs, 'sequence')} "
+                f"and {counted(event.max_num_batched_tokens, 'token')}; context {counted(event.max_model_len, 'token')}"
             )
         case events.HealthChanged():
             level = Level.ERROR if event.state == "dead" else Level.DEBUG if event.state in ("starting", "ready") else Level.INFO
@@ -258,11 +263,11 @@ def _plain_text(event: Event) -> tuple[Level, str]:
 
 def _finished_text(event: events.RequestFinished) -> str:
     parts = [f"{event.num_samples} answers"] if event.num_samples > 1 else []
-    parts.append(f"{event.num_output_tokens} tokens")
+    parts.append(counted(event.num_output_tokens, "token"))
     if event.ttft_s is not None:
         parts.append(f"first token after {event.ttft_s:.3f} s")
         parts.append(f"{decode_rate(event.num_output_tokens, event.ttft_s, event.e2e_s):.1f} tokens/s")
-    parts.append(f"{event.num_pages_freed} pages freed")
+    parts.append(f"{counted(event.num_pages_freed, 'page')} freed")
     if event.num_preemptions:
         parts.append(f"preempted {event.num_preemptions} times")
     message = f": {clean(event.message)}" if event.message else ""

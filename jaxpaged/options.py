@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from jaxpaged.config import ALIASES, Config
+from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
 from jaxpaged.option_values import OptionType, read_type, read_value, shorten, to_yaml_value
 
@@ -178,7 +179,8 @@ def validate(config: Config) -> None:
     buckets, budget = config.compilation.token_buckets, scheduler.max_num_batched_tokens
     if budget is not None and budget < page_size:
         raise ConfigError(
-            f"scheduler.max_num_batched_tokens {budget} is under one page of {page_size} tokens; raise it, or lower cache.page_size",
+            f"scheduler.max_num_batched_tokens {budget} is under one page of {counted(page_size, 'token')}; "
+            "raise it, or lower cache.page_size",
             param="scheduler.max_num_batched_tokens",
         )
     if budget is not None and scheduler.max_num_seqs is not None and scheduler.max_num_seqs > budget:

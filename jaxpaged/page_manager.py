@@ -13,6 +13,7 @@ layers share the pool (`kv_groups`): a page belongs to whichever group it was gi
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_groups import FULL, KVGroup, PageArithmetic, PageTables
 from jaxpaged.prefix_index import PrefixChain, PrefixIndex
@@ -34,8 +35,8 @@ class PageManager:
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True, groups: tuple[KVGroup, ...] = (FULL,)) -> None:
         if num_pages < 2 or page_size < 1:
             raise ConfigError(
-                f"The page pool has {num_pages} pages of {page_size} tokens, and page 0 is never given out: give it memory for 2 pages "
-                "at least (--cache.memory)"
+                f"The page pool has {counted(num_pages, 'page')} of {counted(page_size, 'token')}, and page 0 is never given out: "
+                "give it memory for 2 pages at least (--cache.memory)"
             )
         self.num_pages = num_pages
         self.page_size = page_size

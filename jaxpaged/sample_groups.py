@@ -1,7 +1,7 @@
 """Samples of one prompt wait until the first of them has put the prompt into the prefix cache, and then share its pages."""
 
 from jaxpaged.page_manager import PageManager
-from jaxpaged.sequence import Sequence
+from jaxpaged.sequence import Sequence, SequenceStatus
 
 
 class SampleGroups:
@@ -14,6 +14,8 @@ class SampleGroups:
         self._pages = page_manager
         self._leaders: dict[str, Sequence] = {}
         self._followers: dict[str, list[Sequence]] = {}
+        self._num_open: dict[str, int] = {}
+        self._begun: set[str] = set()
         self._num_held = 0
         self.num_prompt_tokens = 0
 
@@ -24,6 +26,8 @@ class SampleGroups:
     def holds(self, sequence: Sequence) -> bool:
         """Whether a new sequence has to wait for its leader; the first of a group becomes the leader."""
         group = sequence.request.sample_group
+        if group is not None:
+            self._num_open[group] = self._num_open.get(group, 0) + 1
         if group is None or not self._pages.enable_prefix_caching or self._num_shared_tokens(sequence) == 0:
             return False
         if group not in self._leaders:
@@ -32,6 +36,15 @@ class SampleGroups:
         self._followers.setdefault(group, []).append(sequence)
         self._count([sequence], 1)
         return True
+
+    def begin(self, sequence: Sequence) -> None:
+        """A sequence is let in."""
+        if (group := sequence.request.sample_group) is not None:
+            self._begun.add(group)
+
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence, or another sample of its request, was let in before."""
+        return sequence.status is SequenceStatus.PREEMPTED or sequence.request.sample_group in self._begun
 
     @property
     def held(self) -> list[Sequence]:
@@ -51,6 +64,10 @@ class SampleGroups:
         group = sequence.request.sample_group
         if group is None:
             return []
+        self._num_open[group] -= 1
+        if not self._num_open[group]:
+            del self._num_open[group]
+            self._begun.discard(group)
         followers = self._followers.get(group, [])
         if sequence in followers:
             followers.remove(sequence)
@@ -72,6 +89,7 @@ class SampleGroups:
             assert leader is not None, f"{followers} wait for nobody"
             assert not leader.is_finished, f"{followers} wait for {leader}, which has ended"
             assert leader.num_confirmed_tokens < self._num_shared_tokens(leader), f"{followers} wait for what {leader} has computed"
+        assert self._begun <= self._num_open.keys(), "requests that have ended are remembered"
         assert self._num_held == len(self.held), "the samples that are held back are miscounted"
         assert self.num_prompt_tokens == sum(sequence.num_prompt_tokens for sequence in self.held), "their prompts are miscounted"
 

@@ -118,8 +118,13 @@ class Scheduler:
 
     @property
     def is_draining(self) -> bool:
-        """Whether nobody is let in until `resume`, and those that run go on."""
+        """Whether no new request is let in until `resume`, and those that have begun go on."""
         return self._is_draining
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it is draining, and none that has begun is left."""
+        return self._is_draining and not self._running.sequences and self._queue.first_of(self._samples.has_begun) is None
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -177,13 +182,13 @@ class Scheduler:
                 # Prompts in progress hold every page between them.
                 self._rows.preempt(victim, draft)
                 self._rows.take_chunks(partial, draft)
-            if not self._is_draining:
-                self._admission.admit(draft)
+            self._admission.admit(draft, only=self._samples.has_begun if self._is_draining else None)
         if not draft.ones and not draft.chunks:
             if draft.preempted:
                 raise AssertionError(f"{draft.preempted} lost their pages and nobody got them")
             return None
         for sequence in draft.admitted:
+            self._samples.begin(sequence)
             # Its prompt may have been in the prefix cache already.
             self._free_followers(sequence)
         step = draft.step()
@@ -277,7 +282,7 @@ class Scheduler:
         self._is_paused, self._is_draining = True, False
 
     def drain(self) -> None:
-        """Lets nobody in until `resume`; running sequences go on to their ends. Whoever is preempted meanwhile waits, too."""
+        """Lets no new request in until `resume`; those that have begun go on to their ends, with all samples and over preemptions."""
         self._is_paused, self._is_draining = False, True
 
     def resume(self) -> None:

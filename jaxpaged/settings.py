@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from jaxpaged.config import Config
+from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_groups import PageArithmetic
 
@@ -42,7 +43,7 @@ def decide_limits(config: Config, *, is_gpu: bool, model_max_len: int) -> StepLi
     scheduler, wanted = config.scheduler, config.model.max_model_len
     if isinstance(wanted, int) and wanted > model_max_len:
         raise ConfigError(
-            f"max_model_len {wanted} is longer than the model's context of {model_max_len} tokens", param="model.max_model_len"
+            f"max_model_len {wanted} is longer than the model's context of {counted(model_max_len, 'token')}", param="model.max_model_len"
         )
     if isinstance(wanted, int) and wanted < 2:
         raise ConfigError(

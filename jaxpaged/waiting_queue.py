@@ -10,7 +10,7 @@ from which removed requests are dropped when they come to the top.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from jaxpaged.sequence import Sequence
@@ -72,6 +72,10 @@ class WaitingQueue:
     def first(self) -> Sequence:
         """The one to be let in next. Raises IndexError when nobody waits."""
         return self._first(self._by_age)
+
+    def first_of(self, is_one: Callable[[Sequence], bool]) -> Sequence | None:
+        """The first of those that `is_one` says; not for every step."""
+        return min(filter(is_one, self._members), key=attrgetter("queue_key"), default=None)
 
     def first_by_priority(self) -> Sequence:
         """The first of the best priority, whatever others have waited. Raises IndexError when nobody waits."""

@@ -299,10 +299,13 @@ class Bench:
         """The engine's page manager."""
         return self.engine.pages
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **fields: Any) -> str:
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0, **fields: Any
+    ) -> str:
         """Queues a request, greedy unless said otherwise, and returns its id. Raises as intake and engine do."""
         params = params or SamplingParams(**{"temperature": 0.0, **fields})
-        request = self.intake.request(prompt, params, arrival_s=self.engine.clocks.monotonic(), request_id=request_id)
+        arrival_s = self.engine.clocks.monotonic()
+        request = self.intake.request(prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
         self.engine.add(request)
         return request.request_id
 

@@ -94,28 +94,6 @@ def test_modes(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, mode: Any) 
     run(work)
 
 
-def test_resume_ends_the_waiting_of_a_pause(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody resumes while another waits for running requests: the pause returns, the sleep says that it came to nothing."""
-
-    async def work() -> None:
-        slow_down(async_llm, monkeypatch, 0.002)
-        task = asyncio.ensure_future(async_llm.generate("hello", params(200))._last())
-        await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
-        pausing = asyncio.ensure_future(async_llm.pause("wait"))
-        sleeping = asyncio.ensure_future(async_llm.sleep(1, "wait"))
-        await wait_until(lambda: async_llm._engine.scheduler.is_draining)
-        await asyncio.sleep(0.02)
-        assert not pausing.done()
-        await async_llm.resume()
-        await pausing
-        with pytest.raises(EnginePausedError, match="resumed before"):
-            await sleeping
-        assert not task.done()
-        assert len((await task).outputs[0].token_ids) == 200
-
-    run(work)
-
-
 def test_aborts_and_leaving_while_paused(async_llm: AsyncLLM, async_log: EventLog) -> None:
     async def work() -> None:
         await async_llm.pause()
@@ -175,6 +153,8 @@ def test_time_limits_end_requests_of_a_sleeping_engine(impatient: AsyncLLM, asyn
         asleep = await impatient.generate("hello", LONG)
         assert "was not started (queue_timeout_s)" in (asleep.error or "")
         await impatient.wake_up()
+        assert await impatient.is_paused()
+        await impatient.resume()
         assert (await impatient.generate("hello", params(3))).error is None
         # Limits that were never reached wake nobody up when they are over.
         cpu_s = thread_cpu_s(impatient)
@@ -196,6 +176,9 @@ def test_closing_while_asleep(mortal: AsyncLLM) -> None:
         for call in calls:
             with pytest.raises(EngineDeadError, match="closed"):
                 await call()
+        for late in (mortal.generate("hello", LONG)._last(), anext(mortal.stream("hello", LONG))):
+            with pytest.raises(EngineDeadError, match="closed"):
+                await late
 
     run(work)
 
@@ -220,6 +203,17 @@ def test_death_while_a_pause_waits(mortal: AsyncLLM, monkeypatch: pytest.MonkeyP
                 await waiting
 
     run(work)
+
+
+def test_an_llm_closed_while_asleep_says_that_it_is_closed(tiny_folder: Path, programs: Path) -> None:
+    llm = LLM(config=tiny_config(tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[])
+    llm.sleep(2)
+    for _ in range(2):
+        llm.close()
+    calls = (lambda: llm.generate("a"), lambda: next(llm.stream("a")), llm.wake_up, llm.resume, llm.sleep, llm.pause)
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="the engine is closed"):
+            call()
 
 
 @pytest.fixture

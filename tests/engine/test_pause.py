@@ -8,7 +8,6 @@ from jaxpaged import events
 from jaxpaged.clocks import Clocks
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
-from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -128,18 +127,75 @@ def test_wait_lets_those_that_run_come_to_their_ends(bench: Bench) -> None:
     bench.after_check()
 
 
-def test_wait_in_a_pool_that_is_too_small(script_tokenizer: Tokenizer) -> None:
-    """Whoever loses its pages meanwhile waits with the others, and nobody waits for it."""
+def test_wait_in_a_pool_that_is_too_small(script_tokenizer: Tokenizer, in_flight: int) -> None:
+    """Whoever loses its pages meanwhile has begun, and comes to its end all the same; one that has not begun waits."""
     runner = ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=3, page_size=4, num_pages=16)
     bench = Bench(runner, script_tokenizer, eos_token_ids=(2,))
     ids = [bench.add([10 + key] * 5, max_tokens=30) for key in range(3)]
-    bench.step()
-    bench.step()
+    for _ in range(4):
+        bench.step()
+    assert (bench.engine.scheduler.num_running, bench.events.of(events.RequestPreempted)) == (3, [])
+    late = bench.add([50] * 5, max_tokens=3, priority=-1)
     pause(bench, "wait")
-    assert 1 <= len([request_id for request_id in ids if request_id in bench.last]) <= 3
+    # The pool has 15 pages, and each answer comes to need 9.
+    lost = [event.request_id for event in bench.events.of(events.RequestPreempted)]
+    assert lost == ([ids[2], ids[1], ids[2]] if in_flight == 1 else [ids[2], ids[1]])
+    assert [len(bench.ids(request_id)) for request_id in ids] == [30, 30, 30]
+    assert bench.engine.unfinished_ids == [late]
     bench.engine.control.resume()
     bench.run()
-    assert [len(bench.ids(request_id)) for request_id in ids] == [30, 30, 30]
+    assert len(bench.ids(late)) == 3
+    bench.after_check()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_wait_takes_all_samples_of_a_request_that_has_begun(script_tokenizer: Tokenizer, prefix_caching: bool) -> None:
+    """One row, so that samples run one after another; whichever runs when the pause comes, or has just ended."""
+    runner = ScriptRunner(TALK, vocab=VOCAB, max_num_seqs=1, page_size=4)
+    bench = Bench(runner, script_tokenizer, eos_token_ids=(2,), enable_prefix_caching=prefix_caching)
+    alone = bench.ask([7] * 19, max_tokens=8).outputs[0].token_ids
+    for num_before in range(1, 33, 3):
+        bench.engine.reset_prefix_cache()
+        group = bench.add([7] * 19, n=4, max_tokens=8)
+        for _ in range(num_before):
+            bench.step()
+        assert group not in bench.last
+        late = [bench.add([9] * 19, n=2, max_tokens=8, priority=-1), bench.add([8] * 5, max_tokens=3)]
+        pause(bench, "wait")
+        assert [answer.token_ids for answer in bench.last[group].outputs] == [alone] * 4
+        assert bench.engine.unfinished_ids == late
+        bench.engine.control.resume()
+        bench.run()
+        assert all(bench.last[request_id].finished for request_id in late)
+    bench.after_check()
+
+
+def test_wait_leaves_a_request_alone_of_which_no_sample_has_begun(bench: Bench) -> None:
+    ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS[:3]]
+    group = bench.add([7] * 19, n=3, max_tokens=3)
+    bench.step()
+    pause(bench, "wait")
+    assert bench.engine.unfinished_ids == [group]
+    assert [len(bench.ids(request_id)) for request_id in ids] == [12, 12, 12]
+    bench.engine.control.resume()
+    bench.run()
+    bench.after_check()
+
+
+def test_those_that_were_kept_come_to_their_ends_in_a_wait(bench: Bench) -> None:
+    """Also when they have lost their pages to the first pause, and are computed again."""
+    answers = expected(bench)
+    ids = [bench.add(prompt, max_tokens=12) for prompt in PROMPTS]
+    bench.step()
+    bench.step()
+    pause(bench, "keep", clear_cache=True)
+    assert bench.engine.scheduler.num_running == 0
+    pause(bench, "wait")
+    assert [bench.ids(request_id) for request_id in ids[:3]] == answers[:3]
+    assert bench.engine.unfinished_ids == ids[3:]
+    bench.engine.control.resume()
+    bench.run()
+    assert [bench.ids(request_id) for request_id in ids] == answers
     bench.after_check()
 
 
@@ -188,30 +244,6 @@ def test_aborts_and_time_limits_work_while_paused(script_tokenizer: Tokenizer) -
     assert (engine.has_step, engine.unfinished_ids, engine.pages.num_in_use) == (False, ["r4"], 0)
     engine.close()
     assert [event.reason for event in log.of(events.RequestFinished)] == ["abort"] * 5
-
-
-def test_a_closed_or_dead_engine_takes_no_orders(bench: Bench) -> None:
-    bench.engine.control.pause("keep")
-    bench.engine.close()
-    control = bench.engine.control
-    for call in (control.pause, control.resume, lambda: control.finish_pause(clear_cache=True), control.wake_up, control.sleep):
-        with pytest.raises(EngineDeadError, match="closed"):
-            call()
-
-
-def test_unknown_modes_levels_and_tags_change_nothing(bench: Bench) -> None:
-    control = bench.engine.control
-    with pytest.raises(InvalidRequestError, match=r"mode is one of \['abort', 'wait', 'keep'\], got 'now'"):
-        control.pause("now")  # type: ignore[arg-type]
-    for level in (3, -1, True, "1"):
-        with pytest.raises(InvalidRequestError, match=r"level is one of \[0, 1, 2\]"):
-            control.sleep(level)  # type: ignore[arg-type]
-    for tags in (["weight"], "all", [5]):
-        with pytest.raises(InvalidRequestError, match="tags are among"):
-            control.wake_up(tags)  # type: ignore[arg-type]
-    assert not control.is_paused
-    assert not control.is_sleeping
-    assert bench.events.of(events.HealthChanged) == []
 
 
 @pytest.mark.parametrize("reset_running_requests", [False, True])

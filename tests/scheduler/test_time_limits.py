@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpaged.errors import ConfigError, QueueFullError
+from jaxpaged.errors import ConfigError, PoolTooSmallError, QueueFullError
 from jaxpaged.request import FinishReason, samples_of
 from jaxpaged.scheduler import Sequence, SequenceStatus
 from tests.scheduler.rules import Clock, add, ids_of, make_scheduler, schedule, step, update
@@ -121,6 +121,17 @@ def test_both_limits_at_once_end_a_request_once() -> None:
     step(scheduler)
     clock.now = 1.0
     assert sorted(ids_of(tuple(scheduler.expire()))) == ["a", "b", "c"]
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    scheduler = make_scheduler(num_usable=1, max_num_seqs=1, max_num_queued_requests=1)
+    with pytest.raises(ConfigError, match="leaves nothing of a page pool of 1 page: "):
+        make_scheduler(num_usable=1, reserve_pages=1)
+    with pytest.raises(PoolTooSmallError, match="the page pool has 1 page of 4 tokens: "):
+        add(scheduler, "long", 100)
+    add(scheduler, "a", 1)
+    with pytest.raises(QueueFullError, match="1 request is waiting, and "):
+        add(scheduler, "b", 1)
 
 
 def test_limits_of_ended_requests_do_not_pile_up() -> None:

@@ -11,6 +11,7 @@ SIMULATED = (
     "admission",
     "admission_limits",
     "detokenizer",
+    "counts",
     "kv_groups",
     "output_lengths",
     "page_forecast",
