@@ -159,7 +159,7 @@ class Admission:
             if lacking <= 0 and len(chosen) >= num_least:
                 break
             chosen.append(victim)
-            lacking -= pages.num_sole_pages(victim.tables) + running.pages_to_come(victim)
+            lacking -= pages.num_sole_pages(victim.tables) + running.pages_to_come(victim, 1)
         if lacking <= (reserve if len(chosen) == len(running.sequences) else 0):
             return chosen
         pages.release(candidate.tables)
@@ -187,7 +187,7 @@ class _Load:
     def add(self, sequence: Sequence) -> None:
         """One more runs, and has its first chunk."""
         if self._promised is not None:
-            self._promised += self._running.pages_to_come(sequence)
+            self._promised += self._running.pages_to_come(sequence, 1)
         if self._demands is not None:
             self._demands.append(self._demand(sequence))
             self._num_own_pages += self._own_pages(sequence)

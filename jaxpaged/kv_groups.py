@@ -78,16 +78,22 @@ class PageArithmetic:
             num_pages -= self.num_given_back(tables[index])
         return num_pages
 
-    def pages_to_come(self, tables: PageTables, num_tokens: int) -> int:
-        """Pages that a sequence with these tables will take beyond them, on its way to `num_tokens` tokens."""
+    def pages_to_come(self, tables: PageTables, num_tokens: int, least: int = 0) -> int:
+        """Pages that a sequence with these tables will take beyond them, on its way to `num_tokens` tokens.
+
+        Args:
+            tables: the sequence's.
+            num_tokens: of the sequence, then.
+            least: pages that a windowed group takes at least, if any: with 1, one that holds the most already takes another before
+                one behind its window comes back, since steps in flight keep it.
+        """
         num_entries = self.pages_for(num_tokens) - len(tables[0])
         if num_entries <= 0:
             return 0
         num_pages = num_entries * self.num_full
         for (index, _), most in zip(self.windows, self._most_windowed, strict=True):
             num_held = len(tables[index]) - self.num_given_back(tables[index])
-            # Steps in flight keep what is behind a window: a sequence that holds the most already takes a page before one comes back.
-            num_pages += min(num_entries, max(1, most - num_held))
+            num_pages += min(num_entries, max(least, most - num_held))
         return num_pages
 
     def num_given_back(self, table: Sequence[int]) -> int:

@@ -97,12 +97,15 @@ class RunningSet:
         """Pages in a sequence's tables."""
         return self._pages.arithmetic.held_pages(sequence.tables)
 
-    def pages_to_come(self, sequence: Sequence) -> int:
-        """Pages beyond those that a sequence holds: for the step after this one, or for all that it can ever compute."""
+    def pages_to_come(self, sequence: Sequence, least: int = 0) -> int:
+        """Pages beyond those that a sequence holds: for the step after this one, or for all that it can ever compute.
+
+        `least` as for `PageArithmetic.pages_to_come`: 1 to be sure of the next step, 0 for what is kept until the end.
+        """
         # The last token of an answer is never computed, nor in the next step the one that it will sample.
         most = sequence.max_total_tokens - 1
         num_tokens = most if is_guarded(sequence) else min(sequence.num_tokens + (sequence.num_pending_ids == 0), most)
-        return self._pages.arithmetic.pages_to_come(sequence.tables, num_tokens)
+        return self._pages.arithmetic.pages_to_come(sequence.tables, num_tokens, least)
 
     def kept_pages(self, sequence: Sequence) -> int:
         """Pages that must stay available for guarded sequences other than this one."""
@@ -114,7 +117,7 @@ class RunningSet:
         spare = pages.num_available - self.kept_pages(sequence)
         if pages.arithmetic.windows:
             # A chunk longer than the window takes pages that were not asked for at admission, so they must not be promised.
-            others = self.promised_pages() - self.pages_to_come(sequence)
+            others = self.promised_pages() - self.pages_to_come(sequence, 1)
             least = pages.arithmetic.pages_for(sequence.num_computed_tokens + 1) - len(table)
             spare = max(pages.num_available - others, min(spare, least * len(pages.groups)))
         room = (len(table) + max(0, spare) // len(pages.groups)) * pages.page_size - sequence.num_computed_tokens
@@ -122,7 +125,7 @@ class RunningSet:
 
     def promised_pages(self) -> int:
         """Pages that the running sequences will ask for soon, or are sure of."""
-        return sum(map(self.pages_to_come, self.sequences))
+        return sum([self.pages_to_come(sequence, 1) for sequence in self.sequences])
 
     def check(self) -> None:
         """Verifies slots and order. Raises AssertionError naming what is wrong."""

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_groups import FULL, KVGroup, PageArithmetic
+from jaxpaged.kv_groups import FULL, KVGroup, PageArithmetic, PageTables
 from jaxpaged.page_manager import PageManager
 from jaxpaged.prefix_index import PrefixChain
 from tests.scheduler.simulation import Simulation
@@ -94,10 +94,15 @@ def test_pages_that_a_sequence_will_take_while_steps_in_flight_keep_those_behind
     """A window of 6 at pages of 4 holds at most 4 pages when nothing is in flight."""
     arithmetic = PageArithmetic(MIXED, 4)
     full = list(range(1, 7))
-    to_come = arithmetic.pages_to_come
+
+    def to_come(tables: PageTables, num_tokens: int) -> int:
+        return arithmetic.pages_to_come(tables, num_tokens, 1)
+
     assert [to_come((full, [0, 0, 0, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
     assert [to_come((full, [0, 0, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
     assert [to_come((full, [1, 2, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
+    # Until its end it takes as many as come back.
+    assert [arithmetic.pages_to_come((full, [0, 0, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 1, 1, 2, 3]
 
 
 def test_the_same_tokens_of_two_groups_are_two_pages() -> None:

@@ -53,6 +53,7 @@ def test_random_worlds(first_seed: int) -> None:
     "seed",
     [
         6428,  # a windowed sequence took the page of one that had displaced another in the same step
+        5857,  # more pages were kept for one whose are guarded than it had been admitted with
     ],
 )
 def test_worlds_of_the_long_run_that_once_failed(seed: int) -> None:
