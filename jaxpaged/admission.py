@@ -78,14 +78,21 @@ class Admission:
         self._enter(candidate, draft)
         return candidate
 
-    def admit(self, draft: StepDraft) -> None:
-        """Pass 3: lets in requests in the order of the queue, and schedules their first chunks."""
+    def admit(self, draft: StepDraft, *, ahead_of: Sequence | None = None) -> None:
+        """Pass 3: lets in requests in the order of the queue, and schedules their first chunks.
+
+        Args:
+            draft: takes them.
+            ahead_of: a prompt in progress; then only those that come before it in the order (a part of pass 2).
+        """
         queue, running = self._queue, self._running
         num_waiting = len(queue) + len(draft.admitted)
-        reason = PREEMPTION if draft.preempted else ""
+        reason = PREEMPTION if draft.preempted else draft.reason
         load = _Load(self._pages, running, self.lengths)
         while len(queue) and not reason:
             candidate = queue.first()
+            if ahead_of is not None and candidate.queue_key > ahead_of.queue_key:
+                break
             if not running.has_slot:
                 reason = ROWS
             elif len(running.sequences) >= self._budget.max_rows():
@@ -104,7 +111,7 @@ class Admission:
                     raise AssertionError(f"{candidate}: no pages for {num_tokens} tokens that were there a moment ago")
                 draft.take_chunk(candidate, num_tokens)
                 load.add(candidate)
-        self._no_room_reason = reason
+        self._no_room_reason = draft.reason = reason
         if num_waiting:
             draft.decision = f"admitted {len(draft.admitted)} of {num_waiting}" + (f": {reason}" if reason else "")
 

@@ -47,20 +47,17 @@ class RunningRows:
                 take(sequence, 1, ones)
         return partial
 
-    def take_chunks(self, partial: list[Sequence], draft: StepDraft) -> None:
-        """Pass 2: chunks as long as budget and pages allow, preempting nobody."""
-        for sequence in partial:
-            if draft.budget == 0:
-                break
-            if sequence.slot == NO_SLOT:
-                continue
-            self._running.slide_windows(sequence)
-            num_tokens = self._running.fitting_tokens(sequence, min(sequence.num_uncomputed_tokens, draft.budget))
-            if num_tokens > 0:
-                is_grown = self._pages.grow(sequence.tables, sequence.num_computed_tokens + num_tokens)
-                if not is_grown:
-                    raise AssertionError(f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago")
-                draft.take_chunk(sequence, num_tokens)
+    def take_chunk(self, sequence: Sequence, draft: StepDraft) -> None:
+        """Pass 2: a chunk as long as budget and pages allow, preempting nobody."""
+        if draft.budget == 0 or sequence.slot == NO_SLOT:
+            return
+        self._running.slide_windows(sequence)
+        num_tokens = self._running.fitting_tokens(sequence, min(sequence.num_uncomputed_tokens, draft.budget))
+        if num_tokens > 0:
+            is_grown = self._pages.grow(sequence.tables, sequence.num_computed_tokens + num_tokens)
+            if not is_grown:
+                raise AssertionError(f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago")
+            draft.take_chunk(sequence, num_tokens)
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
         """Takes the pages of a running sequence. Its whole pages are in the prefix cache already, since `update` commits at once."""

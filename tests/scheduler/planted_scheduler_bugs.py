@@ -24,6 +24,7 @@ from tests.scheduler import planted_page_bugs as page_bugs
 from tests.scheduler.planted_page_bugs import Plant
 
 real_add = Scheduler.add
+real_admit = Admission.admit
 real_append = EngineSequence.append
 real_enter = Admission._enter
 real_end = Scheduler._end
@@ -147,6 +148,14 @@ def budget_is_exceeded_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def newest_is_admitted_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "first", lambda self: max(self._members, key=lambda sequence: sequence.queue_key))
+
+
+def tokens_go_to_running_prompts_first(patch: pytest.MonkeyPatch) -> None:
+    def admit(self: Admission, draft: StepDraft, *, ahead_of: EngineSequence | None = None) -> None:
+        if ahead_of is None:
+            real_admit(self, draft)
+
+    patch.setattr(Admission, "admit", admit)
 
 
 def ageing_is_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -342,6 +351,7 @@ SCHEDULER_BUGS = [
         (budget_is_exceeded_by_one, 0),
         (newest_is_admitted_first, 0),
         (ageing_is_ignored, 5),
+        (tokens_go_to_running_prompts_first, 0),
         (hit_is_one_token_long, 1),
         (late_token_is_kept, 0),
         (rows_of_an_earlier_admission_count, 808),

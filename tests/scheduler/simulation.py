@@ -326,6 +326,13 @@ class Simulation:
             assert winner.priority < preempted[0].priority, "a request displaced one that is no worse"
         else:
             assert admitted == queue[: len(admitted)], "not the head of the queue was admitted"
+        left = queue[len(admitted) :]
+        if step.decision.endswith(": tokens"):
+            ageing_s = self.policy.ageing_s
+            chunks = [row.sequence for row in step.rows if not (row.num_tokens == row.samples == 1) and row.sequence not in admitted]
+            for sequence in chunks:
+                is_worse = sequence.priority * ageing_s + sequence.queued_s > left[0].priority * ageing_s + left[0].queued_s
+                assert not is_worse, f"{sequence} has the tokens for which a better one waits"
         for sequence in preempted:
             del self._admissions[sequence]
             self._computed[sequence] = max(self._computed.get(sequence, 0), sequence.num_lost_tokens)
