@@ -21,11 +21,11 @@ from jaxpaged.step_budget import StepBudget
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.waiting_queue import WaitingQueue
 
-LOWEST_QUANTILE = 0.45
+LOWEST_QUANTILE = 0.5
 """Each running answer stands for another quantile of the lengths in the history, from this one up: together they are like the
 history, a little on the careful side."""
 
-OVERCOMMIT = 1.1
+OVERCOMMIT = 1.08
 """The forecast may exceed the pool by this factor: if it comes true, one sequence is preempted, which costs less than pages that
 lie idle, since most of what it has computed is found again. With these two a tenfold burst costs 2 to 5 % preemptions and 1 to 4 %
 of the best throughput (tests/scheduler/test_load.py)."""

@@ -75,8 +75,7 @@ class RunningRows:
         running, num_pages = self._running, len(sequence.tables)
         while self._pages.num_available - running.kept_pages(sequence) < num_pages:
             victim = running.victim()
-            if is_ahead and (victim is None or victim is sequence or is_guarded(sequence) or running.has_ending):
-                # Pages are about to come back.
+            if is_ahead and self._may_wait(sequence, victim, draft):
                 return False
             if victim is None:
                 raise AssertionError(f"{sequence} has no page and nobody may lose any")
@@ -84,3 +83,16 @@ class RunningRows:
             if victim is sequence:
                 return False
         return self._pages.grow(sequence.tables, sequence.num_computed_tokens + 1)
+
+    def _may_wait(self, sequence: Sequence, victim: Sequence | None, draft: StepDraft) -> bool:
+        """Whether the steps in flight give pages back, or are all that goes on: then nobody has to lose any for `sequence` now."""
+        if victim is None or is_guarded(sequence) or self._running.has_returning:
+            return True
+        # There has to be a step in which somebody gets what is taken.
+        return victim is sequence and not draft.ones and not any(map(_goes_on, filter(is_guarded, self._running.sequences)))
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether a sequence has something to compute before its last id is known."""
+    is_last = sequence.num_tokens >= sequence.max_total_tokens or sequence.needs_host
+    return sequence.num_uncomputed_tokens > 1 or not (sequence.num_pending_ids and is_last)

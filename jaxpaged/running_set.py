@@ -49,6 +49,18 @@ class RunningSet:
         return any(sequence.num_tokens >= sequence.max_total_tokens for sequence in self.sequences)
 
     @property
+    def has_returning(self) -> bool:
+        """Whether pages come back when the steps in flight do: of a sequence that ends, or behind a window."""
+        if self.has_ending:
+            return True
+        arithmetic = self._pages.arithmetic
+        return any(
+            group.first_page(sequence.num_computed_tokens, arithmetic.page_size) > arithmetic.num_given_back(sequence.tables[index])
+            for index, group in arithmetic.windows
+            for sequence in self.sequences
+        )
+
+    @property
     def next_epoch(self) -> int:
         """Number of the admission to come."""
         return self._num_admissions + 1

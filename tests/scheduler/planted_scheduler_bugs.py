@@ -158,6 +158,10 @@ def tokens_go_to_running_prompts_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "admit", admit)
 
 
+def everybody_waits_for_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunningRows, "_may_wait", lambda self, sequence, victim, draft: True)
+
+
 def ageing_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "first", lambda self: self.first_by_priority())
 
@@ -351,7 +355,8 @@ SCHEDULER_BUGS = [
         (budget_is_exceeded_by_one, 0),
         (newest_is_admitted_first, 0),
         (ageing_is_ignored, 5),
-        (tokens_go_to_running_prompts_first, 0),
+        (everybody_waits_for_pages, 1),
+        (tokens_go_to_running_prompts_first, 19),
         (hit_is_one_token_long, 1),
         (late_token_is_kept, 0),
         (rows_of_an_earlier_admission_count, 808),

@@ -308,8 +308,22 @@ class Simulation:
                 continue
             waits_for_id = sequence.num_pending_ids and (sequence.needs_host or sequence.num_tokens == sequence.max_total_tokens)
             is_short = len(sequence.pages) * self.pages.page_size == sequence.num_computed_tokens
-            # With steps in flight pages are about to come back; without, somebody has to go.
+            # With steps in flight pages may be about to come back; without, somebody has to go.
             assert waits_for_id or (is_short and self._in_flight), f"{sequence} runs and gets no token"
+            if not waits_for_id:
+                self._check_wait(sequence, step)
+
+    def _check_wait(self, sequence: Sequence, step: ScheduledStep) -> None:
+        """Pages come back: of a sequence whose last id is on its way, or behind a window; or no other row could take them."""
+        running = self.scheduler.sequences[: self.scheduler.num_running]
+        is_ending = any(other.num_pending_ids and other.num_tokens == other.max_total_tokens for other in running)
+        slides = any(
+            any(table[: group.first_page(other.num_computed_tokens, self.pages.page_size)])
+            for other in running
+            for group, table in zip(self.pages.groups, other.tables, strict=True)
+        )
+        ones = [row for row in step.rows if row.num_tokens == row.samples == 1]
+        assert is_ending or slides or not ones, f"{sequence} runs and waits for nothing"
 
     def _check_order(self, step: ScheduledStep, queue: list[Sequence]) -> None:
         """First come, first served within a priority; who loses pages is the last admitted of the lowest priority."""

@@ -181,6 +181,37 @@ def test_a_chunk_of_an_earlier_admission_does_not_count() -> None:
     assert c.is_finished
 
 
+def test_nobody_waits_for_pages_that_do_not_come_back() -> None:
+    """Beside one whose pages are kept, and which does not end, a running one that finds none goes at once."""
+    scheduler = make_scheduler(num_usable=10, page_size=16, is_hopeful=True, enable_prefix_caching=False)
+    a = add(scheduler, "a", 17, max_tokens=90, ignore_eos=True)
+    a.num_preemptions = 2
+    b = add(scheduler, "b", 36, max_tokens=90, ignore_eos=True)
+    flying = [schedule(scheduler)]
+    for _ in range(40):
+        flying.append(schedule(scheduler))
+        assert b.status is SequenceStatus.PREEMPTED or b in [row.sequence for row in flying[-1].rows]
+        update(scheduler, flying.pop(0))
+    assert (b.status, b.num_output_tokens) == (SequenceStatus.PREEMPTED, 13)
+
+
+def test_whoever_finds_no_page_waits_for_one_that_ends() -> None:
+    """b's last id is on its way, so a, which was admitted after it, keeps its pages for the one step that this takes."""
+    scheduler = make_scheduler(num_usable=4, page_size=4, is_hopeful=True)
+    b = add(scheduler, "b", 7, max_tokens=2)
+    a = add(scheduler, "a", 7, max_tokens=9)
+    flying = [schedule(scheduler), schedule(scheduler)]
+    assert (b.num_tokens, b.max_total_tokens, a.num_computed_tokens) == (9, 9, 8)
+    assert scheduler._pages.num_available == 0
+    assert scheduler.schedule() is None
+    assert a.status is SequenceStatus.RUNNING
+    for scheduled in flying:
+        update(scheduler, scheduled)
+    assert b.is_finished
+    assert rows_of(schedule(scheduler)) == [("a", 8, 1, True)]
+    assert a.num_preemptions == 0
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("max_tokens", [8, 40, 80])
