@@ -6,6 +6,11 @@ in the next step. In all likelihood: the most pages that all of them will need a
 that ended lately (`page_forecast`). Some pages are left over for requests of higher priority than the default. None of this
 keeps a request out of an idle engine.
 
+Every request may be computed again once, after a preemption, as far as it is not found in the prefix cache. It is let in with pages
+for the next tokens only, and may lose them a second time, if what it has to compute again fits into what requests that have ended
+have left over of their own: their prompts, less what was recomputed of them. Otherwise, and after the second time, all the pages
+that it can ever need are kept for it. So all prefill is at most twice the prompts and once the answers of those preempted.
+
 A request of strictly higher priority that found no room takes it from running ones of lower priority, in the next step.
 """
 
@@ -59,6 +64,7 @@ class Admission:
         self._reserve_pages = limits.reserve_pages
         self._budget = budget
         self.lengths = OutputLengths()
+        self._num_spare_tokens = 0
         self._no_room_reason = ""
         self._no_room: tuple[Sequence, int] | None = None
 
@@ -115,10 +121,21 @@ class Admission:
         if num_waiting:
             draft.decision = f"admitted {len(draft.admitted)} of {num_waiting}" + (f": {reason}" if reason else "")
 
+    def settle(self, sequence: Sequence) -> None:
+        """One has ended: what it might have recomputed of its prompt, and has not, others may."""
+        num_prompt = min(sequence.num_prompt_tokens, max(sequence.num_computed_tokens, sequence.num_once_computed))
+        self._num_spare_tokens += max(0, num_prompt - sequence.num_recomputed_tokens)
+
     def _enter(self, sequence: Sequence, draft: StepDraft) -> None:
         """From the queue to the running set; the sequence has the pages of its cached prefix already."""
         is_first = sequence.status is SequenceStatus.WAITING
         num_hit_tokens = len(sequence.pages) * self._pages.page_size
+        num_again = max(0, sequence.num_charged_tokens - num_hit_tokens)
+        if is_guarded(sequence):
+            sequence.num_recomputed_tokens += num_again
+        else:
+            self._num_spare_tokens -= num_again
+        sequence.num_charged_tokens = 0
         sequence.num_computed_tokens = sequence.num_confirmed_tokens = num_hit_tokens
         sequence.num_hit_pages = self._running.held_pages(sequence)
         if is_first:
@@ -133,7 +150,7 @@ class Admission:
         if self._no_room == (candidate, running.version):
             # Nothing was given back since it was last looked at, and those that run have only grown.
             return False
-        candidate.tables = pages.match(candidate.token_ids, candidate.prefix)
+        self._match(candidate)
         wanted = running.pages_to_come(candidate)
         if not running.sequences:
             if wanted > pages.num_available:
@@ -149,6 +166,12 @@ class Admission:
         self._no_room = (candidate, running.version)
         return False
 
+    def _match(self, candidate: Sequence) -> None:
+        """Gives a waiting sequence its cached prefix, which says how much of it is to be computed again."""
+        candidate.tables = self._pages.match(candidate.token_ids, candidate.prefix)
+        num_again = max(0, candidate.num_charged_tokens - len(candidate.pages) * self._pages.page_size)
+        candidate.has_recomputed_much = candidate.num_recomputed_tokens > 0 or num_again > self._num_spare_tokens
+
     def _reserve_for(self, candidate: Sequence) -> int:
         """Pages that must stay free when `candidate` is let in beside others."""
         return self._reserve_pages if candidate.priority >= DEFAULT_PRIORITY else 0
@@ -156,7 +179,7 @@ class Admission:
     def _choose_victims(self, candidate: Sequence, victims: list[Sequence]) -> list[Sequence] | None:
         """The fewest of `victims` that make room, and the candidate's cached prefix; None, and nothing is changed, if all are too few."""
         pages, running = self._pages, self._running
-        candidate.tables = pages.match(candidate.token_ids, candidate.prefix)
+        self._match(candidate)
         reserve = self._reserve_for(candidate)
         lacking = running.pages_to_come(candidate) + running.promised_pages() + reserve - pages.num_available
         # Nobody passes another in the queue for free: then one place is taken even if there is room.

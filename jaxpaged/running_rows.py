@@ -61,7 +61,7 @@ class RunningRows:
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
         """Takes the pages of a running sequence. Its whole pages are in the prefix cache already, since `update` commits at once."""
-        victim.num_lost_tokens = victim.num_computed_tokens
+        victim.num_lost_tokens = victim.num_charged_tokens = victim.num_computed_tokens
         victim.num_once_computed = max(victim.num_once_computed, victim.num_computed_tokens)
         self._running.leave(victim, commit=False)
         victim.num_computed_tokens = victim.num_confirmed_tokens = 0

@@ -14,7 +14,7 @@ _ORDER = attrgetter("priority", "epoch")
 
 def is_guarded(sequence: Sequence) -> bool:
     """Whether all pages that a sequence can ever need are kept for it while it runs."""
-    return sequence.num_preemptions >= MAX_PREEMPTIONS
+    return sequence.num_preemptions >= MAX_PREEMPTIONS or sequence.has_recomputed_much
 
 
 class RunningSet:

@@ -10,8 +10,9 @@ One step is chosen in four passes, and nothing in a later pass takes from an ear
 
 Pages are allocated for the tokens of the step and no more. When pass 1 finds none, the sequence of the lowest priority that
 was admitted last loses its pages, goes back to its place in the queue and is recomputed later, through the prefix cache. One
-that has lost them twice comes back only when all the pages that it can ever need are there and kept for it, and never loses
-them again: so every request is preempted at most twice.
+that has lost them twice, or that may not be computed once more (`admission`), comes back only when all the pages that it can
+ever need are there and kept for it, and never loses them again: so every request is preempted at most twice, and all prefill
+together is at most twice the prompts and once the answers of those that were preempted.
 
 Steps may be scheduled ahead of their results. `schedule` advances its sequences at once, as the device will; an id that is
 not known yet is pending, and the device takes it from the sequence's slot. `update` makes ids known, in the order of steps.
@@ -295,7 +296,7 @@ class Scheduler:
         for sequence in reversed(tuple(self._running.sequences)):
             num_preemptions = sequence.num_preemptions
             self._rows.preempt(sequence, draft)
-            sequence.num_preemptions = num_preemptions
+            sequence.num_preemptions, sequence.num_charged_tokens = num_preemptions, 0
         return tuple(draft.preempted)
 
     def reset_prefix_cache(self) -> None:
@@ -371,6 +372,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, *, commit: bool) -> None:
         """Takes a sequence with a `finish_reason` out of wherever it is."""
+        self._admission.settle(sequence)
         if sequence.slot != NO_SLOT:
             self._running.leave(sequence, commit=commit)
         elif sequence in self._queue:
