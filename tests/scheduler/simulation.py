@@ -166,11 +166,7 @@ class Simulation:
         scheduler = self.scheduler
         self._expire()
         queue, was_paused, was_draining = self._queue(), scheduler.is_paused, scheduler.is_draining
-        self._was_sliding = any(
-            any(table[: group.first_page(sequence.num_computed_tokens, self.pages.page_size)])
-            for sequence in self._admissions
-            for group, table in zip(self.pages.groups, sequence.tables, strict=True)
-        )
+        self._was_sliding = self._is_sliding()
         step = scheduler.schedule()
         assert step is None or not was_paused, "something was scheduled in a pause"
         assert step is None or not (was_draining and step.admitted), "somebody was let in while the rest runs out"
@@ -345,12 +341,20 @@ class Simulation:
     def _is_drained(self) -> bool:
         return self.scheduler.is_draining and not self.scheduler.num_running
 
+    def _is_sliding(self) -> bool:
+        """Whether pages are held that nothing sees any more once the steps in flight are back."""
+        return any(
+            any(table[: group.first_page(sequence.num_computed_tokens, self.pages.page_size)])
+            for sequence in self._admissions
+            for group, table in zip(self.pages.groups, sequence.tables, strict=True)
+        )
+
     def _check_wait(self, sequence: Sequence, step: ScheduledStep) -> None:
         """Pages come back: of a sequence whose last id is on its way, or behind a window; or no other row could take them."""
         running = self.scheduler.sequences[: self.scheduler.num_running]
         is_ending = any(other.num_pending_ids and other.num_tokens == other.max_total_tokens for other in running)
         ones = [row for row in step.rows if row.num_tokens == row.samples == 1]
-        assert is_ending or self._was_sliding or not ones, f"{sequence} runs and waits for nothing"
+        assert is_ending or self._was_sliding or self._is_sliding() or not ones, f"{sequence} runs and waits for nothing"
 
     def _check_order(self, step: ScheduledStep, queue: list[Sequence]) -> None:
         """First come, first served within a priority; who loses pages is the last admitted of the lowest priority."""
