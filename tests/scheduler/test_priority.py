@@ -90,6 +90,40 @@ def test_tokens_between_prompts_in_progress_go_in_the_order_of_the_queue() -> No
     assert best.num_output_tokens == 1
 
 
+def test_prompts_in_progress_are_served_in_the_order_of_the_queue() -> None:
+    """Not in that of their classes and admissions, in which they would lose their pages: waiting counts."""
+    clock = Clock()
+    scheduler = make_scheduler(num_usable=500, max_num_batched_tokens=16, clock=clock, ageing_s=1.0)
+    old = add(scheduler, "old", 100, priority=9)
+    clock.now = 5.0
+    step(scheduler)
+    better = add(scheduler, "better", 20, priority=5)
+    # It comes before the old one, which is 4 classes worse and has waited for 5 s: but for the second.
+    clock.now = 5.5
+    assert rows_of(step(scheduler)) == [("old", 16, 16, False)]
+    # Admission does not let this happen; it is slipped in past it.
+    scheduler._queue.remove(better)
+    scheduler._running.enter(better)
+    assert scheduler._pages.grow(better.tables, 4)
+    better.num_computed_tokens = better.num_confirmed_tokens = 4
+    assert scheduler.sequences == (better, old)
+    assert rows_of(step(scheduler)) == [("old", 32, 16, False)]
+
+
+def test_nobody_takes_a_place_while_the_rest_runs_out() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    low = add(scheduler, "low", 3, max_tokens=9, priority=5)
+    step(scheduler)
+    add(scheduler, "high", 3, max_tokens=1)
+    assert step(scheduler).decision == "admitted 0 of 1: rows"
+    scheduler.drain()
+    while not low.is_finished:
+        assert ids_of([row.sequence for row in step(scheduler).rows]) == ["low"]
+    assert scheduler.schedule() is None
+    scheduler.resume()
+    assert ids_of(step(scheduler).admitted) == ["high"]
+
+
 def test_a_better_one_takes_pages_from_as_many_worse_ones_as_it_needs() -> None:
     scheduler = make_scheduler(num_usable=8, page_size=4, is_hopeful=True)
     for request_id, priority in (("a", 1), ("b", 1), ("c", 2), ("d", 1)):
