@@ -197,14 +197,15 @@ def test_nobody_waits_for_pages_that_do_not_come_back() -> None:
 
 def test_whoever_finds_no_page_waits_for_one_that_ends() -> None:
     """b's last id is on its way, so a, which was admitted after it, keeps its pages for the one step that this takes."""
-    scheduler = make_scheduler(num_usable=4, page_size=4, is_hopeful=True)
+    scheduler = make_scheduler(num_usable=5, page_size=4, is_hopeful=True)
+    add(scheduler, "c", 2, max_tokens=3)
     b = add(scheduler, "b", 7, max_tokens=2)
     a = add(scheduler, "a", 7, max_tokens=9)
     flying = [schedule(scheduler), schedule(scheduler)]
     assert (b.num_tokens, b.max_total_tokens, a.num_computed_tokens) == (9, 9, 8)
     assert scheduler._pages.num_available == 0
-    assert scheduler.schedule() is None
-    assert a.status is SequenceStatus.RUNNING
+    flying.append(schedule(scheduler))
+    assert (rows_of(flying[2]), flying[2].preempted) == ([("c", 3, 1, True)], ())
     for scheduled in flying:
         update(scheduler, scheduled)
     assert b.is_finished

@@ -1,0 +1,52 @@
+"""Targets for times: the engine measures its steps and tells the scheduler, which makes them smaller."""
+
+import numpy as np
+import pytest
+
+from jaxpaged import events
+from jaxpaged.batch import BatchLayout
+from jaxpaged.clocks import Clocks
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.engine import Engine
+from jaxpaged.intake import Intake
+from jaxpaged.request import SamplingParams
+from jaxpaged.tokenizer import Tokenizer
+from tests.fakes import EventLog, ScriptRunner, free_talk
+
+pytestmark = pytest.mark.jax
+
+VOCAB = 259
+
+
+class TimedRunner(ScriptRunner):
+    """Each step takes 10 ms and 1 ms for each token, padding included, on a clock of its own."""
+
+    now_s = 0.0
+
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+        """See `Runner`."""
+        self.now_s += 0.01 + 0.001 * layout.num_tokens
+        return super().run(layout, blob)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(("target_itl_s", "most_tokens"), [(None, 256), (0.1, 64), (0.05, 32)])
+def test_steps_become_as_short_as_the_target(
+    target_itl_s: float | None, most_tokens: int, max_in_flight: int, script_tokenizer: Tokenizer
+) -> None:
+    """Prompts beside a running answer fill steps of 256 tokens, and with a target the largest bucket that keeps it."""
+    runner = TimedRunner(free_talk(VOCAB, avoid=(2,)), vocab=VOCAB, num_pages=400, max_num_batched_tokens=256)
+    log = EventLog()
+    clocks = Clocks(monotonic=lambda: runner.now_s, wall=lambda: runner.now_s)
+    policy = SchedulerConfig(target_itl_s=target_itl_s)
+    engine = Engine(runner, script_tokenizer, max_in_flight=max_in_flight, policy=policy, sink=log, clocks=clocks)
+    intake = Intake(script_tokenizer, generation_config={}, eos_token_ids=frozenset((2,)), vocab=VOCAB, seed=0)
+    for index, (length, max_tokens) in enumerate([(5, 200), *[(20 * number, 1) for number in range(1, 5)], *[(450, 1)] * 4]):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add(intake.request([10 + index] * length, params, arrival_s=runner.now_s))
+        engine.step()
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    sizes = [step.bucket_tokens for step in log.of(events.StepFinished)]
+    assert max(sizes[14:]) == most_tokens
