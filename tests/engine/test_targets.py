@@ -41,12 +41,19 @@ def test_steps_become_as_short_as_the_target(
     policy = SchedulerConfig(target_itl_s=target_itl_s)
     engine = Engine(runner, script_tokenizer, max_in_flight=max_in_flight, policy=policy, sink=log, clocks=clocks)
     intake = Intake(script_tokenizer, generation_config={}, eos_token_ids=frozenset((2,)), vocab=VOCAB, seed=0)
-    for index, (length, max_tokens) in enumerate([(5, 200), *[(20 * number, 1) for number in range(1, 5)], *[(450, 1)] * 4]):
+
+    def add(token_id: int, length: int, max_tokens: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add(intake.request([10 + index] * length, params, arrival_s=runner.now_s))
-        engine.step()
-        engine.step()
+        engine.add(intake.request([token_id] * length, params, arrival_s=runner.now_s))
+
+    add(10, 5, 200)
+    for number in range(1, 5):
+        add(10 + number, 20 * number, 1)
+        for _ in range(6):
+            engine.step()
+    num_learnt = len(log.of(events.StepFinished))
+    for number in range(4):
+        add(20 + number, 450, 1)
     while engine.has_work:
         engine.step()
-    sizes = [step.bucket_tokens for step in log.of(events.StepFinished)]
-    assert max(sizes[14:]) == most_tokens
+    assert max(step.bucket_tokens for step in log.of(events.StepFinished)[num_learnt:]) == most_tokens

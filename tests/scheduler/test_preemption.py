@@ -259,9 +259,7 @@ def test_recomputation_stays_under_the_prompts(depth: int, enable_prefix_caching
 def test_recomputation_of_answers_longer_than_prompts(depth: int, enable_prefix_caching: bool, is_hopeful: bool) -> None:
     """The simulation asserts the bound after each step: twice the prompts, and once the answers of those preempted. More than the first."""
     rng = random.Random(0)
-    simulation = Simulation(
-        num_usable=40, page_size=4, max_num_batched_tokens=32, depth=depth, enable_prefix_caching=enable_prefix_caching
-    )
+    simulation = Simulation(num_usable=40, page_size=4, max_num_batched_tokens=32, depth=depth, enable_prefix_caching=enable_prefix_caching)
     if is_hopeful:
         simulation.scheduler._admission.lengths = Hopeful()
     for index in range(60):
@@ -277,9 +275,7 @@ def test_recomputation_of_answers_longer_than_prompts(depth: int, enable_prefix_
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_a_long_prompt_is_not_displaced_a_second_time_at_the_cost_of_nobody(depth: int, enable_prefix_caching: bool) -> None:
     """Nobody has ended who left much of its prompt: so the next better one waits until the long one has ended."""
-    simulation = Simulation(
-        num_usable=52, page_size=4, max_num_batched_tokens=32, depth=depth, enable_prefix_caching=enable_prefix_caching
-    )
+    simulation = Simulation(num_usable=52, page_size=4, max_num_batched_tokens=32, depth=depth, enable_prefix_caching=enable_prefix_caching)
     low = simulation.add(make_request("low", [index % 7 for index in range(180)], max_tokens=20, ignore_eos=True, priority=5))
     num_better = 0
     for _ in range(600):
