@@ -29,17 +29,14 @@ class TimedRunner(ScriptRunner):
         return super().run(layout, blob)
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize(("target_itl_s", "most_tokens"), [(None, 256), (0.1, 64), (0.05, 32)])
-def test_steps_become_as_short_as_the_target(
-    target_itl_s: float | None, most_tokens: int, max_in_flight: int, script_tokenizer: Tokenizer
-) -> None:
+def test_steps_become_as_short_as_the_target(target_itl_s: float | None, most_tokens: int, script_tokenizer: Tokenizer) -> None:
     """Prompts beside a running answer fill steps of 256 tokens, and with a target the largest bucket that keeps it."""
     runner = TimedRunner(free_talk(VOCAB, avoid=(2,)), vocab=VOCAB, num_pages=400, max_num_batched_tokens=256)
     log = EventLog()
     clocks = Clocks(monotonic=lambda: runner.now_s, wall=lambda: runner.now_s)
     policy = SchedulerConfig(target_itl_s=target_itl_s)
-    engine = Engine(runner, script_tokenizer, max_in_flight=max_in_flight, policy=policy, sink=log, clocks=clocks)
+    engine = Engine(runner, script_tokenizer, policy=policy, sink=log, clocks=clocks)
     intake = Intake(script_tokenizer, generation_config={}, eos_token_ids=frozenset((2,)), vocab=VOCAB, seed=0)
 
     def add(token_id: int, length: int, max_tokens: int) -> None:
