@@ -47,24 +47,21 @@ class RunningRows:
                 take(sequence, 1, ones)
         return partial
 
-    def take_chunks(self, partial: list[Sequence], draft: StepDraft) -> None:
-        """Pass 2: chunks as long as budget and pages allow, preempting nobody."""
-        for sequence in partial:
-            if draft.budget == 0:
-                break
-            if sequence.slot == NO_SLOT:
-                continue
-            self._running.slide_windows(sequence)
-            num_tokens = self._running.fitting_tokens(sequence, min(sequence.num_uncomputed_tokens, draft.budget))
-            if num_tokens > 0:
-                is_grown = self._pages.grow(sequence.tables, sequence.num_computed_tokens + num_tokens)
-                if not is_grown:
-                    raise AssertionError(f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago")
-                draft.take_chunk(sequence, num_tokens)
+    def take_chunk(self, sequence: Sequence, draft: StepDraft) -> None:
+        """Pass 2: a chunk as long as budget and pages allow, preempting nobody."""
+        if draft.budget == 0 or sequence.slot == NO_SLOT:
+            return
+        self._running.slide_windows(sequence)
+        num_tokens = self._running.fitting_tokens(sequence, min(sequence.num_uncomputed_tokens, draft.budget))
+        if num_tokens > 0:
+            is_grown = self._pages.grow(sequence.tables, sequence.num_computed_tokens + num_tokens)
+            if not is_grown:
+                raise AssertionError(f"{sequence}: no pages for {num_tokens} tokens that were there a moment ago")
+            draft.take_chunk(sequence, num_tokens)
 
     def preempt(self, victim: Sequence, draft: StepDraft) -> None:
         """Takes the pages of a running sequence. Its whole pages are in the prefix cache already, since `update` commits at once."""
-        victim.num_lost_tokens = victim.num_computed_tokens
+        victim.num_lost_tokens = victim.num_charged_tokens = victim.num_computed_tokens
         victim.num_once_computed = max(victim.num_once_computed, victim.num_computed_tokens)
         self._running.leave(victim, commit=False)
         victim.num_computed_tokens = victim.num_confirmed_tokens = 0
@@ -78,8 +75,7 @@ class RunningRows:
         running, num_pages = self._running, len(sequence.tables)
         while self._pages.num_available - running.kept_pages(sequence) < num_pages:
             victim = running.victim()
-            if is_ahead and (victim is None or victim is sequence or is_guarded(sequence) or running.has_ending):
-                # Pages are about to come back.
+            if is_ahead and self._may_wait(sequence, victim, draft):
                 return False
             if victim is None:
                 raise AssertionError(f"{sequence} has no page and nobody may lose any")
@@ -87,3 +83,16 @@ class RunningRows:
             if victim is sequence:
                 return False
         return self._pages.grow(sequence.tables, sequence.num_computed_tokens + 1)
+
+    def _may_wait(self, sequence: Sequence, victim: Sequence | None, draft: StepDraft) -> bool:
+        """Whether the steps in flight give pages back, or are all that goes on: then nobody has to lose any for `sequence` now."""
+        if victim is None or is_guarded(sequence) or self._running.has_returning:
+            return True
+        # There has to be a step in which somebody gets what is taken.
+        return victim is sequence and not draft.ones and not any(map(_goes_on, filter(is_guarded, self._running.sequences)))
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether a sequence has something to compute before its last id is known."""
+    is_last = sequence.num_tokens >= sequence.max_total_tokens or sequence.needs_host
+    return sequence.num_uncomputed_tokens > 1 or not (sequence.num_pending_ids and is_last)

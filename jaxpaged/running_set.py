@@ -14,7 +14,7 @@ _ORDER = attrgetter("priority", "epoch")
 
 def is_guarded(sequence: Sequence) -> bool:
     """Whether all pages that a sequence can ever need are kept for it while it runs."""
-    return sequence.num_preemptions >= MAX_PREEMPTIONS
+    return sequence.num_preemptions >= MAX_PREEMPTIONS or sequence.has_recomputed_much
 
 
 class RunningSet:
@@ -47,6 +47,18 @@ class RunningSet:
     def has_ending(self) -> bool:
         """Whether a sequence's last id is on its way, so that its pages come back soon."""
         return any(sequence.num_tokens >= sequence.max_total_tokens for sequence in self.sequences)
+
+    @property
+    def has_returning(self) -> bool:
+        """Whether pages come back when the steps in flight do: of a sequence that ends, or behind a window."""
+        if self.has_ending:
+            return True
+        arithmetic = self._pages.arithmetic
+        return any(
+            group.first_page(sequence.num_computed_tokens, arithmetic.page_size) > arithmetic.num_given_back(sequence.tables[index])
+            for index, group in arithmetic.windows
+            for sequence in self.sequences
+        )
 
     @property
     def next_epoch(self) -> int:

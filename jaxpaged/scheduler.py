@@ -4,13 +4,15 @@ One step is chosen in four passes, and nothing in a later pass takes from an ear
 
     0. a waiting request of strictly higher priority takes the place of running ones, if the last step had no room for it
     1. one token for each running sequence that has one to compute (decoding, or the last token of a prompt; `running_rows`)
-    2. chunks of the prompts that are running, in the order of the queue, as far as the token budget and the pages go
-    3. waiting requests, in the order of the queue, while tokens, slots and pages last (`admission`)
+    2. chunks of the prompts that are running, in the order of the queue, as far as the token budget and the pages go; a waiting
+       request that comes before one of them in that order is let in before its chunk
+    3. the other waiting requests, in the order of the queue, while tokens, slots and pages last (`admission`)
 
 Pages are allocated for the tokens of the step and no more. When pass 1 finds none, the sequence of the lowest priority that
 was admitted last loses its pages, goes back to its place in the queue and is recomputed later, through the prefix cache. One
-that has lost them twice comes back only when all the pages that it can ever need are there and kept for it, and never loses
-them again: so every request is preempted at most twice.
+that has lost them twice, or that may not be computed once more (`admission`), comes back only when all the pages that it can
+ever need are there and kept for it, and never loses them again: so every request is preempted at most twice, and all prefill
+together is at most twice the prompts and once the answers of those that were preempted.
 
 Steps may be scheduled ahead of their results. `schedule` advances its sequences at once, as the device will; an id that is
 not known yet is pending, and the device takes it from the sequence's slot. `update` makes ids known, in the order of steps.
@@ -176,12 +178,12 @@ class Scheduler:
             partial.sort(key=_QUEUE_KEY)
             if displacer in partial:
                 partial.remove(displacer)
-                partial.insert(0, displacer)
-            self._rows.take_chunks(partial, draft)
+                self._rows.take_chunk(displacer, draft)
+            self._take_chunks(partial, draft)
             while partial and not draft.ones and not draft.chunks and not self._in_flight and (victim := self._running.victim()):
                 # Prompts in progress hold every page between them.
                 self._rows.preempt(victim, draft)
-                self._rows.take_chunks(partial, draft)
+                self._take_chunks(partial, draft)
             self._admission.admit(draft, only=self._samples.has_begun if self._is_draining else None)
         if not draft.ones and not draft.chunks:
             if draft.preempted:
@@ -299,7 +301,7 @@ class Scheduler:
         for sequence in reversed(tuple(self._running.sequences)):
             num_preemptions = sequence.num_preemptions
             self._rows.preempt(sequence, draft)
-            sequence.num_preemptions = num_preemptions
+            sequence.num_preemptions, sequence.num_charged_tokens = num_preemptions, 0
         return tuple(draft.preempted)
 
     def reset_prefix_cache(self) -> None:
@@ -345,6 +347,13 @@ class Scheduler:
         if not self._samples.holds(sequence):
             self._queue.add(sequence)
 
+    def _take_chunks(self, partial: list[Sequence], draft: StepDraft) -> None:
+        """Tokens for prompts in progress, in the order of the queue: whoever waits and comes before one of them is let in before it."""
+        for sequence in partial:
+            if not self._is_draining and len(self._queue) and self._queue.first().queue_key < sequence.queue_key:
+                self._admission.admit(draft, ahead_of=sequence)
+            self._rows.take_chunk(sequence, draft)
+
     def _prompt_budget(self, partial: list[Sequence], num_ones: int) -> int:
         if not self._budget.has_target:
             return self.max_num_batched_tokens - num_ones
@@ -368,6 +377,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, *, commit: bool) -> None:
         """Takes a sequence with a `finish_reason` out of wherever it is."""
+        self._admission.settle(sequence)
         if sequence.slot != NO_SLOT:
             self._running.leave(sequence, commit=commit)
         elif sequence in self._queue:

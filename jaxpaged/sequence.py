@@ -50,6 +50,9 @@ class Sequence:
         num_pages_freed: pages given back by the last preemption or at the end.
         num_lost_tokens: computed tokens given up by the last preemption.
         num_once_computed: the most tokens that it ever had computed before a preemption.
+        num_charged_tokens: computed tokens given up by a preemption that it has not come back from; 0 if an operator wished it.
+        num_recomputed_tokens: those of them that were not found when it came back, and that nobody else had to spare (`admission`).
+        has_recomputed_much: all pages that it can ever need are kept for it, since it may not be computed once more.
         queued_s: when it was added, by the scheduler's clock.
         queue_key: its place in the queue (see `waiting_queue`).
     """
@@ -57,10 +60,12 @@ class Sequence:
     __slots__ = (
         "epoch",
         "finish_reason",
+        "has_recomputed_much",
         "max_total_tokens",
         "message",
         "needs_host",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_confirmed_tokens",
         "num_hit_pages",
@@ -70,6 +75,7 @@ class Sequence:
         "num_pending_ids",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_recomputed_tokens",
         "prefix",
         "priority",
         "queue_key",
@@ -111,6 +117,9 @@ class Sequence:
         self.num_pages_freed = 0
         self.num_lost_tokens = 0
         self.num_once_computed = 0
+        self.num_charged_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.has_recomputed_much = False
         self.queued_s = 0.0
         self.queue_key: tuple[float, int] = (0.0, 0)
 

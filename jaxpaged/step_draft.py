@@ -13,11 +13,11 @@ class StepDraft:
         budget: tokens that chunks may still take.
         admitted: sequences that got a slot.
         preempted: sequences that lost their pages.
-        has_shortage: pages ran out for running sequences.
+        reason: why nobody else is let in; empty as long as somebody may be.
         decision: why so many were admitted.
     """
 
-    __slots__ = ("_hits", "_queries", "_recomputed", "admitted", "budget", "chunks", "decision", "has_shortage", "ones", "preempted")
+    __slots__ = ("_hits", "_queries", "_recomputed", "admitted", "budget", "chunks", "decision", "ones", "preempted", "reason")
 
     def __init__(self) -> None:
         self.ones: list[ScheduledRow] = []
@@ -25,7 +25,7 @@ class StepDraft:
         self.budget = 0
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
-        self.has_shortage = False
+        self.reason = ""
         self.decision = ""
         self._queries = self._hits = self._recomputed = 0
 

@@ -94,8 +94,14 @@ class Simulation:
         self._num_admissions = 0
         self._admitted_once: set[Sequence] = set()
         self._computed: dict[Sequence, int] = {}  # tokens that were ever lost by preemption
+        self._charged: dict[Sequence, int] = {}  # tokens that were lost and are not admitted again
+        self._recomputed: dict[Sequence, int] = {}  # those that were not found when they were, at its own cost
+        self._num_spare = 0  # what those that have ended did not recompute of their prompts
+        self._num_evicted_tokens = 0
+        self._kept: set[Sequence] = set()  # of those that run
         self._last_token_s: dict[Sequence, float] = {}
         self._drought = 0
+        self._was_sliding = False  # pages behind windows were still held
 
     @property
     def is_idle(self) -> bool:
@@ -137,6 +143,20 @@ class Simulation:
         self.runner.change_weights()
         self.scheduler.reset_prefix_cache()
 
+    def evict_running(self) -> None:
+        """An operator takes all pages; it does not count as a preemption."""
+        running = self.scheduler.sequences[: self.scheduler.num_running]
+        counts = [sequence.num_preemptions for sequence in running]
+        evicted = self.scheduler.evict_running()
+        assert sorted(map(id, evicted)) == sorted(map(id, running))
+        assert [sequence.num_preemptions for sequence in running] == counts
+        for sequence in evicted:
+            del self._admissions[sequence]
+            self._kept.discard(sequence)
+            self._computed[sequence] = max(self._computed.get(sequence, 0), sequence.num_lost_tokens)
+            self._num_evicted_tokens += sequence.num_lost_tokens
+        self.scheduler.check()
+
     def step(self, between: Callable[[], None] | None = None, fails: frozenset[int] = frozenset()) -> ScheduledStep | None:
         """One turn of the engine's loop. `between` runs after a step was scheduled and before results are taken in.
 
@@ -145,12 +165,14 @@ class Simulation:
         """
         scheduler = self.scheduler
         self._expire()
-        queue, was_paused = self._queue(), scheduler.is_paused
+        queue, was_paused, was_draining = self._queue(), scheduler.is_paused, scheduler.is_draining
+        self._was_sliding = self._is_sliding()
         step = scheduler.schedule()
         assert step is None or not was_paused, "something was scheduled in a pause"
+        assert step is None or not (was_draining and step.admitted), "somebody was let in while the rest runs out"
         if step is None:
             if not self._in_flight:
-                assert not self._unfinished or scheduler.is_paused, "there are requests and nothing runs"
+                assert not self._unfinished or scheduler.is_paused or self._is_drained(), "there are requests and nothing runs"
                 return None
         else:
             if self._checks_steps:
@@ -260,6 +282,9 @@ class Simulation:
         assert sequence.slot == -1
         del self._unfinished[sequence]
         self._admissions.pop(sequence, None)
+        self._kept.discard(sequence)
+        num_prompt = min(sequence.num_prompt_tokens, max(sequence.num_computed_tokens, self._computed.get(sequence, 0)))
+        self._num_spare += max(0, num_prompt - self._recomputed.get(sequence, 0))
         self.ended[sequence.request_id] = sequence
 
     def _queue(self) -> list[Sequence]:
@@ -308,15 +333,34 @@ class Simulation:
                 continue
             waits_for_id = sequence.num_pending_ids and (sequence.needs_host or sequence.num_tokens == sequence.max_total_tokens)
             is_short = len(sequence.pages) * self.pages.page_size == sequence.num_computed_tokens
-            # With steps in flight pages are about to come back; without, somebody has to go.
+            # With steps in flight pages may be about to come back; without, somebody has to go.
             assert waits_for_id or (is_short and self._in_flight), f"{sequence} runs and gets no token"
+            if not waits_for_id:
+                self._check_wait(sequence, step)
+
+    def _is_drained(self) -> bool:
+        return self.scheduler.is_draining and not self.scheduler.num_running
+
+    def _is_sliding(self) -> bool:
+        """Whether pages are held that nothing sees any more once the steps in flight are back."""
+        return any(
+            any(table[: group.first_page(sequence.num_computed_tokens, self.pages.page_size)])
+            for sequence in self._admissions
+            for group, table in zip(self.pages.groups, sequence.tables, strict=True)
+        )
+
+    def _check_wait(self, sequence: Sequence, step: ScheduledStep) -> None:
+        """Pages come back: of a sequence whose last id is on its way, or behind a window; or no other row could take them."""
+        running = self.scheduler.sequences[: self.scheduler.num_running]
+        is_ending = any(other.num_pending_ids and other.num_tokens == other.max_total_tokens for other in running)
+        ones = [row for row in step.rows if row.num_tokens == row.samples == 1]
+        assert is_ending or self._was_sliding or self._is_sliding() or not ones, f"{sequence} runs and waits for nothing"
 
     def _check_order(self, step: ScheduledStep, queue: list[Sequence]) -> None:
         """First come, first served within a priority; who loses pages is the last admitted of the lowest priority."""
         preempted, admitted = list(step.preempted), list(step.admitted)
         order = sorted(self._admissions, key=lambda sequence: (sequence.priority, self._admissions[sequence]))
-        num_before = {sequence: sequence.num_preemptions - (sequence in preempted) for sequence in order}
-        victims = [sequence for sequence in reversed(order) if num_before[sequence] < 2]
+        victims = [sequence for sequence in reversed(order) if sequence not in self._kept]
         assert preempted == victims[: len(preempted)], "another than the last admitted of the lowest priority was preempted"
         if preempted and admitted:
             self.outcome.num_displacements += 1
@@ -326,10 +370,25 @@ class Simulation:
             assert winner.priority < preempted[0].priority, "a request displaced one that is no worse"
         else:
             assert admitted == queue[: len(admitted)], "not the head of the queue was admitted"
+        left = queue[len(admitted) :]
+        if step.decision.endswith(": tokens"):
+            ageing_s = self.policy.ageing_s
+            chunks = [row.sequence for row in step.rows if not (row.num_tokens == row.samples == 1) and row.sequence not in admitted]
+            for sequence in chunks:
+                is_worse = sequence.priority * ageing_s + sequence.queued_s > left[0].priority * ageing_s + left[0].queued_s
+                assert not is_worse, f"{sequence} has the tokens for which a better one waits"
         for sequence in preempted:
             del self._admissions[sequence]
             self._computed[sequence] = max(self._computed.get(sequence, 0), sequence.num_lost_tokens)
+            self._charged[sequence] = sequence.num_lost_tokens
         for sequence in admitted:
+            num_found = next(row.start for row in step.rows if row.sequence is sequence)
+            num_again = max(0, self._charged.pop(sequence, 0) - num_found)
+            if sequence.num_preemptions == 2 or sequence in self._recomputed or num_again > self._num_spare:
+                self._kept.add(sequence)
+                self._recomputed[sequence] = self._recomputed.get(sequence, 0) + num_again
+            else:
+                self._num_spare -= num_again
             self._num_admissions += 1
             self._admissions[sequence] = self._num_admissions
             self._admitted_once.add(sequence)
@@ -337,12 +396,26 @@ class Simulation:
         assert set(self.scheduler.sequences[: self.scheduler.num_running]) == set(self._admissions)
 
     def _check_guarded(self) -> None:
-        """Whoever was preempted twice has all its pages, or they are there for it (and come back to it, behind a window)."""
-        if any(group.window is not None for group in self.pages.groups):
-            return
-        guarded = [sequence for sequence in self._admissions if sequence.num_preemptions == 2]
-        kept = sum(self.pages.pages_for(sequence.max_total_tokens - 1) - len(sequence.pages) for sequence in guarded)
-        assert kept * len(self.pages.groups) <= self.pages.num_available, "pages that are kept for somebody were given away"
+        """Whoever was preempted twice, or recomputed much, has all its pages, or they are there for it (or come back behind a window)."""
+        page_size, kept = self.pages.page_size, 0
+        for sequence in self._kept:
+            num_entries = self.pages.pages_for(sequence.max_total_tokens - 1)
+            for group, table in zip(self.pages.groups, sequence.tables, strict=True):
+                num_to_come = num_entries - len(table)
+                if group.window is not None:
+                    # The pages of a window, one that fills up, and one that steps in flight keep.
+                    most = -(-(group.window - 1) // page_size) + 2
+                    num_to_come = min(num_to_come, most - sum(map(bool, table)))
+                kept += num_to_come
+        assert kept <= self.pages.num_available, "pages that are kept for somebody were given away"
+
+    def _most_prefill(self) -> int:
+        """Twice the prompts that were ever let in, and once the answers of those that were preempted; and what an operator has evicted."""
+        most = self._num_evicted_tokens
+        for sequence in self._admitted_once:
+            num_answer = sequence.num_tokens - sequence.num_prompt_tokens if sequence in self._computed else 0
+            most += 2 * sequence.num_prompt_tokens + num_answer
+        return most
 
     def _count(self, step: ScheduledStep) -> None:
         outcome = self.outcome
@@ -358,6 +431,7 @@ class Simulation:
         if self._checks_steps:
             assert step.prefill_recompute_tokens == num_recomputed
         outcome.num_recomputed_tokens += num_recomputed
+        assert outcome.num_prefill_tokens <= self._most_prefill(), "more is recomputed than may be"
         outcome.num_hit_tokens += step.prefix_hits_tokens
         self._drought = 0 if any(row.samples for row in step.rows) else self._drought + 1
         outcome.longest_drought = max(outcome.longest_drought, self._drought)

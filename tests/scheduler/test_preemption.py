@@ -181,6 +181,38 @@ def test_a_chunk_of_an_earlier_admission_does_not_count() -> None:
     assert c.is_finished
 
 
+def test_nobody_waits_for_pages_that_do_not_come_back() -> None:
+    """Beside one whose pages are kept, and which does not end, a running one that finds none goes at once."""
+    scheduler = make_scheduler(num_usable=10, page_size=16, is_hopeful=True, enable_prefix_caching=False)
+    a = add(scheduler, "a", 17, max_tokens=90, ignore_eos=True)
+    a.num_preemptions = 2
+    b = add(scheduler, "b", 36, max_tokens=90, ignore_eos=True)
+    flying = [schedule(scheduler)]
+    for _ in range(40):
+        flying.append(schedule(scheduler))
+        assert b.status is SequenceStatus.PREEMPTED or b in [row.sequence for row in flying[-1].rows]
+        update(scheduler, flying.pop(0))
+    assert (b.status, b.num_output_tokens) == (SequenceStatus.PREEMPTED, 13)
+
+
+def test_whoever_finds_no_page_waits_for_one_that_ends() -> None:
+    """b's last id is on its way, so a, which was admitted after it, keeps its pages for the one step that this takes."""
+    scheduler = make_scheduler(num_usable=5, page_size=4, is_hopeful=True)
+    add(scheduler, "c", 2, max_tokens=3)
+    b = add(scheduler, "b", 7, max_tokens=2)
+    a = add(scheduler, "a", 7, max_tokens=9)
+    flying = [schedule(scheduler), schedule(scheduler)]
+    assert (b.num_tokens, b.max_total_tokens, a.num_computed_tokens) == (9, 9, 8)
+    assert scheduler._pages.num_available == 0
+    flying.append(schedule(scheduler))
+    assert (rows_of(flying[2]), flying[2].preempted) == ([("c", 3, 1, True)], ())
+    for scheduled in flying:
+        update(scheduler, scheduled)
+    assert b.is_finished
+    assert rows_of(schedule(scheduler)) == [("a", 8, 1, True)]
+    assert a.num_preemptions == 0
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("max_tokens", [8, 40, 80])
@@ -219,3 +251,61 @@ def test_recomputation_stays_under_the_prompts(depth: int, enable_prefix_caching
         assert outcome.num_preemptions > 10
         assert outcome.max_preemptions <= 2
         assert outcome.num_prefill_tokens <= 2 * outcome.num_prompt_tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("is_hopeful", [True, False])
+def test_recomputation_of_answers_longer_than_prompts(depth: int, enable_prefix_caching: bool, is_hopeful: bool) -> None:
+    """The simulation asserts the bound after each step: twice the prompts, and once the answers of those preempted. More than the first."""
+    rng = random.Random(0)
+    simulation = Simulation(num_usable=40, page_size=4, max_num_batched_tokens=32, depth=depth, enable_prefix_caching=enable_prefix_caching)
+    if is_hopeful:
+        simulation.scheduler._admission.lengths = Hopeful()
+    for index in range(60):
+        prompt = [rng.randrange(7) for _ in range(4)]
+        simulation.add(make_request(f"r{index}", prompt, max_tokens=rng.randint(20, 120), ignore_eos=True))
+    simulation.run(max_steps=20_000)
+    simulation.check_answers()
+    outcome = simulation.outcome
+    assert 2 * outcome.num_prompt_tokens < outcome.num_prefill_tokens <= 2 * outcome.num_prompt_tokens + outcome.num_output_tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_long_prompt_is_not_displaced_a_second_time_at_the_cost_of_nobody(depth: int, enable_prefix_caching: bool) -> None:
+    """Nobody has ended who left much of its prompt: so the next better one waits until the long one has ended."""
+    simulation = Simulation(num_usable=52, page_size=4, max_num_batched_tokens=32, depth=depth, enable_prefix_caching=enable_prefix_caching)
+    low = simulation.add(make_request("low", [index % 7 for index in range(180)], max_tokens=20, ignore_eos=True, priority=5))
+    num_better = 0
+    for _ in range(600):
+        if low.num_output_tokens and low.status is SequenceStatus.RUNNING and num_better == low.num_preemptions < 2:
+            simulation.add(make_request(f"high{num_better}", [num_better + 1, 3, 3], max_tokens=200, ignore_eos=True))
+            num_better += 1
+        simulation.step()
+    simulation.check_idle()
+    assert (num_better, low.num_preemptions) == (2, 1)
+    # The first token of its answer is the only one computed twice that is not of a prompt.
+    assert simulation.outcome.num_prefill_tokens <= 2 * simulation.outcome.num_prompt_tokens + low.num_output_tokens
+
+
+@pytest.mark.parametrize(("num_left", "is_kept"), [(5, True), (20, True), (21, False), (30, False)])
+def test_who_may_lose_its_pages_a_second_time_uses_what_others_left(num_left: int, is_kept: bool) -> None:
+    """21 tokens are lost; the better one that has ended leaves its prompt, if it is enough."""
+    scheduler = make_scheduler(max_num_seqs=1, enable_prefix_caching=False)
+    low = add(scheduler, "low", 20, max_tokens=60, priority=1)
+    step(scheduler)
+    add(scheduler, "high", num_left, max_tokens=2)
+    while low.status is SequenceStatus.RUNNING:
+        step(scheduler)
+    while low.status is not SequenceStatus.RUNNING:
+        step(scheduler)
+    assert (low.num_lost_tokens, low.has_recomputed_much) == (21, is_kept)
+    assert (low.num_recomputed_tokens, scheduler._admission._num_spare_tokens) == ((21, num_left) if is_kept else (0, num_left - 21))
+    # An operator's wish is at nobody's cost, and changes nothing.
+    assert scheduler.evict_running() == (low,)
+    step(scheduler)
+    assert (low.num_recomputed_tokens, low.has_recomputed_much, low.num_preemptions) == (21 * is_kept, is_kept, 1)
+    scheduler.abort("low")
+    # It has recomputed more than its prompt itself, or leaves that.
+    assert scheduler._admission._num_spare_tokens == (num_left if is_kept else num_left - 21 + 20)

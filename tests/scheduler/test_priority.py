@@ -62,6 +62,68 @@ def test_a_better_one_takes_the_slot_of_a_worse_one_in_the_next_step() -> None:
     assert ids_of(step(scheduler).admitted) == ["d"]
 
 
+@pytest.mark.parametrize("policy", [{}, {"target_ttft_s": 0.2}, {"target_itl_s": 0.1}], ids=str)
+def test_tokens_of_a_step_go_by_priority(policy: dict[str, float]) -> None:
+    """A prompt of 10,000 tokens leaves a better one, which has a slot and pages, no step to wait for; and goes on with what is left."""
+    scheduler = make_scheduler(num_usable=5000, max_num_batched_tokens=64, max_model_len=30_000, **policy)
+    low = add(scheduler, "low", 10_000, max_tokens=5, priority=5)
+    for _ in range(3):
+        scheduler.observe(step(scheduler), 0.05)
+    num_computed = low.num_computed_tokens
+    high = add(scheduler, "high", 5, max_tokens=5, priority=-100)
+    add(scheduler, "equal", 5, max_tokens=5, priority=5)
+    scheduled = step(scheduler)
+    assert (ids_of(scheduled.admitted), high.num_output_tokens) == (["high"], 1)
+    assert low.num_computed_tokens > num_computed
+    assert scheduled.decision == "admitted 1 of 2: tokens"
+
+
+def test_tokens_between_prompts_in_progress_go_in_the_order_of_the_queue() -> None:
+    """Who waits comes after the better prompt in progress, and before the worse one, whose chunk is cut."""
+    scheduler = make_scheduler(num_usable=500, max_num_batched_tokens=16)
+    add(scheduler, "worst", 100, priority=9)
+    step(scheduler)
+    best = add(scheduler, "best", 26, priority=1)
+    step(scheduler)
+    add(scheduler, "middle", 4, priority=5)
+    assert [row[:3] for row in rows_of(step(scheduler))] == [("best", 16, 10), ("middle", 0, 4), ("worst", 16, 2)]
+    assert best.num_output_tokens == 1
+
+
+def test_prompts_in_progress_are_served_in_the_order_of_the_queue() -> None:
+    """Not in that of their classes and admissions, in which they would lose their pages: waiting counts."""
+    clock = Clock()
+    scheduler = make_scheduler(num_usable=500, max_num_batched_tokens=16, clock=clock, ageing_s=1.0)
+    old = add(scheduler, "old", 100, priority=9)
+    clock.now = 5.0
+    step(scheduler)
+    better = add(scheduler, "better", 20, priority=5)
+    # It comes before the old one, which is 4 classes worse and has waited for 5 s: but for the second.
+    clock.now = 5.5
+    assert rows_of(step(scheduler)) == [("old", 16, 16, False)]
+    # Admission does not let this happen; it is slipped in past it.
+    scheduler._queue.remove(better)
+    scheduler._running.enter(better)
+    assert scheduler._pages.grow(better.tables, 4)
+    better.num_computed_tokens = better.num_confirmed_tokens = 4
+    assert scheduler.sequences == (better, old)
+    assert rows_of(step(scheduler)) == [("old", 32, 16, False)]
+
+
+def test_nobody_takes_a_place_while_the_rest_runs_out() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    low = add(scheduler, "low", 3, max_tokens=9, priority=5)
+    step(scheduler)
+    add(scheduler, "high", 3, max_tokens=1)
+    assert step(scheduler).decision == "admitted 0 of 1: rows"
+    scheduler.drain()
+    while not low.is_finished:
+        assert ids_of([row.sequence for row in step(scheduler).rows]) == ["low"]
+    assert scheduler.schedule() is None
+    scheduler.resume()
+    assert ids_of(step(scheduler).admitted) == ["high"]
+
+
 def test_a_better_one_takes_pages_from_as_many_worse_ones_as_it_needs() -> None:
     scheduler = make_scheduler(num_usable=8, page_size=4, is_hopeful=True)
     for request_id, priority in (("a", 1), ("b", 1), ("c", 2), ("d", 1)):

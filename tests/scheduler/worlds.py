@@ -64,6 +64,8 @@ class World:
         self.slow_chance = rng.choice((0.0, 0.0, 0.05))
         self.fail_chance = rng.choice((0.0, 0.0, 0.02))
         self.pause_chance = rng.choice((0.0, 0.0, 0.01))
+        self.drain_chance = rng.choice((0.0, 0.0, 0.01))
+        self.evict_chance = rng.choice((0.0, 0.0, 0.01))
         self.dies_at = rng.randint(20, 300) if rng.random() < 0.05 else None
         self.floods_at = rng.randint(5, 200) if rng.random() < 0.1 else None
         self.leaps_at = rng.randint(5, 200) if rng.random() < 0.1 else None
@@ -97,7 +99,8 @@ class World:
             fails = frozenset(index for index in range(8) if rng.random() < self.fail_chance)
             simulation.step(between=self.disturb, fails=fails)
             self.look_at_texts()
-            if simulation.is_idle or simulation.scheduler.is_paused:
+            is_drained = simulation.scheduler.is_draining and not simulation.scheduler.num_running
+            if simulation.is_idle or simulation.scheduler.is_paused or is_drained:
                 if not self.arrivals and simulation.is_idle:
                     if simulation.outcome.num_steps >= LEAST_STEPS:
                         break
@@ -169,6 +172,12 @@ class World:
             simulation.reset_prefix_cache()
         if rng.random() < self.pause_chance:
             simulation.scheduler.pause()
+        if rng.random() < self.drain_chance:
+            simulation.scheduler.drain()
+        if simulation.scheduler.is_draining and rng.random() < 0.1:
+            simulation.scheduler.resume()
+        if rng.random() < self.evict_chance:
+            simulation.evict_running()
 
     def look_at_texts(self) -> None:
         """Now and then an answer turns out to hold a stop string."""
