@@ -5,40 +5,16 @@ The order of the queue, the choice of victims and the counts are worked out here
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.kv_groups import FULL, KVGroup
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason, Request
 from jaxpaged.scheduler import ScheduledStep, Scheduler, Sequence, SequenceStatus
+from tests.scheduler.outcome import Outcome
 from tests.scheduler.recomputation import Recomputation
 from tests.scheduler.shadow import NO_ID, ShadowRunner
 from tests.scheduler.table_model import solo_answer
-
-
-@dataclass
-class Outcome:
-    """What a simulation counted."""
-
-    num_steps: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_failed: int = 0
-    num_expired: int = 0
-    num_late_rows: int = 0
-    num_preemptions: int = 0
-    max_preemptions: int = 0
-    num_displacements: int = 0
-    num_prefill_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_hit_tokens: int = 0
-    longest_drought: int = 0
-    gaps_s: list[float] = field(default_factory=list)
-    ttfts_s: list[float] = field(default_factory=list)
-    trace: list[tuple[object, ...]] = field(default_factory=list)
 
 
 def default_cost(step: ScheduledStep) -> float:
