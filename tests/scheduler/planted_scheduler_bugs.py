@@ -21,10 +21,10 @@ from jaxpaged.sequence import SequenceStatus
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.waiting_queue import WaitingQueue
 from tests.scheduler import planted_page_bugs as page_bugs
+from tests.scheduler import planted_turn_bugs as turn_bugs
 from tests.scheduler.planted_page_bugs import Plant
 
 real_add = Scheduler.add
-real_admit = Admission.admit
 real_append = EngineSequence.append
 real_enter = Admission._enter
 real_end = Scheduler._end
@@ -148,50 +148,6 @@ def budget_is_exceeded_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def newest_is_admitted_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "first", lambda self: max(self._members, key=lambda sequence: sequence.queue_key))
-
-
-def tokens_go_to_running_prompts_first(patch: pytest.MonkeyPatch) -> None:
-    def admit(self: Admission, draft: StepDraft, *, ahead_of: EngineSequence | None = None) -> None:
-        if ahead_of is None:
-            real_admit(self, draft)
-
-    patch.setattr(Admission, "admit", admit)
-
-
-def everybody_waits_for_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RunningRows, "_may_wait", lambda self, sequence, victim, draft: True)
-
-
-def spare_tokens_are_not_spent(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Admission, sequence: EngineSequence) -> None:
-        self._num_spare_tokens = 1_000_000
-
-    patch.setattr(Admission, "settle", settle)
-
-
-def drain_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def schedule(self: Scheduler) -> ScheduledStep | None:
-        self._is_draining, is_draining = False, self._is_draining
-        step = real_schedule(self)
-        self._is_draining = is_draining
-        return step
-
-    patch.setattr(Scheduler, "schedule", schedule)
-
-
-def places_are_taken_while_draining(patch: pytest.MonkeyPatch) -> None:
-    def schedule(self: Scheduler) -> ScheduledStep | None:
-        real_admit, is_draining = self._admission.admit, self._is_draining
-        if is_draining:
-            self._is_draining = False
-            self._admission.admit = lambda draft, *, ahead_of=None: None  # type: ignore[method-assign]
-        try:
-            return real_schedule(self)
-        finally:
-            self._is_draining = is_draining
-            self._admission.admit = real_admit  # type: ignore[method-assign]
-
-    patch.setattr(Scheduler, "schedule", schedule)
 
 
 def ageing_is_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -387,11 +343,11 @@ SCHEDULER_BUGS = [
         (budget_is_exceeded_by_one, 0),
         (newest_is_admitted_first, 0),
         (ageing_is_ignored, 5),
-        (everybody_waits_for_pages, 1),
-        (spare_tokens_are_not_spent, 170),
-        (drain_is_ignored, 0),
-        (places_are_taken_while_draining, 19),
-        (tokens_go_to_running_prompts_first, 19),
+        (turn_bugs.everybody_waits_for_pages, 1),
+        (turn_bugs.spare_tokens_are_not_spent, 170),
+        (turn_bugs.drain_is_ignored, 0),
+        (turn_bugs.places_are_taken_while_draining, 19),
+        (turn_bugs.tokens_go_to_running_prompts_first, 19),
         (hit_is_one_token_long, 1),
         (late_token_is_kept, 0),
         (rows_of_an_earlier_admission_count, 22),

@@ -5,39 +5,16 @@ The order of the queue, the choice of victims and the counts are worked out here
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.kv_groups import FULL, KVGroup
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason, Request
 from jaxpaged.scheduler import ScheduledStep, Scheduler, Sequence, SequenceStatus
+from tests.scheduler.outcome import Outcome
+from tests.scheduler.recomputation import Recomputation
 from tests.scheduler.shadow import NO_ID, ShadowRunner
 from tests.scheduler.table_model import solo_answer
-
-
-@dataclass
-class Outcome:
-    """What a simulation counted."""
-
-    num_steps: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_failed: int = 0
-    num_expired: int = 0
-    num_late_rows: int = 0
-    num_preemptions: int = 0
-    max_preemptions: int = 0
-    num_displacements: int = 0
-    num_prefill_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_hit_tokens: int = 0
-    longest_drought: int = 0
-    gaps_s: list[float] = field(default_factory=list)
-    ttfts_s: list[float] = field(default_factory=list)
-    trace: list[tuple[object, ...]] = field(default_factory=list)
 
 
 def default_cost(step: ScheduledStep) -> float:
@@ -93,12 +70,7 @@ class Simulation:
         self._admissions: dict[Sequence, int] = {}  # of those that run
         self._num_admissions = 0
         self._admitted_once: set[Sequence] = set()
-        self._computed: dict[Sequence, int] = {}  # tokens that were ever lost by preemption
-        self._charged: dict[Sequence, int] = {}  # tokens that were lost and are not admitted again
-        self._recomputed: dict[Sequence, int] = {}  # those that were not found when they were, at its own cost
-        self._num_spare = 0  # what those that have ended did not recompute of their prompts
-        self._num_evicted_tokens = 0
-        self._kept: set[Sequence] = set()  # of those that run
+        self._recomputation = Recomputation()
         self._last_token_s: dict[Sequence, float] = {}
         self._drought = 0
         self._was_sliding = False  # pages behind windows were still held
@@ -152,9 +124,7 @@ class Simulation:
         assert [sequence.num_preemptions for sequence in running] == counts
         for sequence in evicted:
             del self._admissions[sequence]
-            self._kept.discard(sequence)
-            self._computed[sequence] = max(self._computed.get(sequence, 0), sequence.num_lost_tokens)
-            self._num_evicted_tokens += sequence.num_lost_tokens
+            self._recomputation.evicted(sequence)
         self.scheduler.check()
 
     def step(self, between: Callable[[], None] | None = None, fails: frozenset[int] = frozenset()) -> ScheduledStep | None:
@@ -282,9 +252,7 @@ class Simulation:
         assert sequence.slot == -1
         del self._unfinished[sequence]
         self._admissions.pop(sequence, None)
-        self._kept.discard(sequence)
-        num_prompt = min(sequence.num_prompt_tokens, max(sequence.num_computed_tokens, self._computed.get(sequence, 0)))
-        self._num_spare += max(0, num_prompt - self._recomputed.get(sequence, 0))
+        self._recomputation.ended(sequence)
         self.ended[sequence.request_id] = sequence
 
     def _queue(self) -> list[Sequence]:
@@ -360,7 +328,7 @@ class Simulation:
         """First come, first served within a priority; who loses pages is the last admitted of the lowest priority."""
         preempted, admitted = list(step.preempted), list(step.admitted)
         order = sorted(self._admissions, key=lambda sequence: (sequence.priority, self._admissions[sequence]))
-        victims = [sequence for sequence in reversed(order) if sequence not in self._kept]
+        victims = [sequence for sequence in reversed(order) if sequence not in self._recomputation.kept]
         assert preempted == victims[: len(preempted)], "another than the last admitted of the lowest priority was preempted"
         if preempted and admitted:
             self.outcome.num_displacements += 1
@@ -379,16 +347,9 @@ class Simulation:
                 assert not is_worse, f"{sequence} has the tokens for which a better one waits"
         for sequence in preempted:
             del self._admissions[sequence]
-            self._computed[sequence] = max(self._computed.get(sequence, 0), sequence.num_lost_tokens)
-            self._charged[sequence] = sequence.num_lost_tokens
+            self._recomputation.preempted(sequence)
         for sequence in admitted:
-            num_found = next(row.start for row in step.rows if row.sequence is sequence)
-            num_again = max(0, self._charged.pop(sequence, 0) - num_found)
-            if sequence.num_preemptions == 2 or sequence in self._recomputed or num_again > self._num_spare:
-                self._kept.add(sequence)
-                self._recomputed[sequence] = self._recomputed.get(sequence, 0) + num_again
-            else:
-                self._num_spare -= num_again
+            self._recomputation.admitted(sequence, next(row.start for row in step.rows if row.sequence is sequence))
             self._num_admissions += 1
             self._admissions[sequence] = self._num_admissions
             self._admitted_once.add(sequence)
@@ -398,7 +359,7 @@ class Simulation:
     def _check_guarded(self) -> None:
         """Whoever was preempted twice, or recomputed much, has all its pages, or they are there for it (or come back behind a window)."""
         page_size, kept = self.pages.page_size, 0
-        for sequence in self._kept:
+        for sequence in self._recomputation.kept:
             num_entries = self.pages.pages_for(sequence.max_total_tokens - 1)
             for group, table in zip(self.pages.groups, sequence.tables, strict=True):
                 num_to_come = num_entries - len(table)
@@ -409,14 +370,6 @@ class Simulation:
                 kept += num_to_come
         assert kept <= self.pages.num_available, "pages that are kept for somebody were given away"
 
-    def _most_prefill(self) -> int:
-        """Twice the prompts that were ever let in, and once the answers of those that were preempted; and what an operator has evicted."""
-        most = self._num_evicted_tokens
-        for sequence in self._admitted_once:
-            num_answer = sequence.num_tokens - sequence.num_prompt_tokens if sequence in self._computed else 0
-            most += 2 * sequence.num_prompt_tokens + num_answer
-        return most
-
     def _count(self, step: ScheduledStep) -> None:
         outcome = self.outcome
         outcome.num_steps += 1
@@ -425,13 +378,13 @@ class Simulation:
             outcome.max_preemptions = max(outcome.max_preemptions, sequence.num_preemptions)
         num_recomputed = 0
         for row in step.rows:
-            end, once = row.start + row.num_tokens, self._computed.get(row.sequence, 0)
+            end, once = row.start + row.num_tokens, self._recomputation.once_computed(row.sequence)
             num_recomputed += max(0, min(end, once) - row.start)
             outcome.num_prefill_tokens += max(0, min(end, max(once, row.sequence.num_prompt_tokens)) - row.start)
         if self._checks_steps:
             assert step.prefill_recompute_tokens == num_recomputed
         outcome.num_recomputed_tokens += num_recomputed
-        assert outcome.num_prefill_tokens <= self._most_prefill(), "more is recomputed than may be"
+        assert outcome.num_prefill_tokens <= self._recomputation.most_prefill(), "more is recomputed than may be"
         outcome.num_hit_tokens += step.prefix_hits_tokens
         self._drought = 0 if any(row.samples for row in step.rows) else self._drought + 1
         outcome.longest_drought = max(outcome.longest_drought, self._drought)

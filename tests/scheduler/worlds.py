@@ -8,8 +8,9 @@ from jaxpaged.errors import InvalidRequestError, QueueFullError
 from jaxpaged.kv_groups import FULL, KVGroup
 from jaxpaged.request import Request, samples_of
 from jaxpaged.scheduler import ScheduledStep
+from tests.scheduler.outcome import Outcome
 from tests.scheduler.rules import Hopeful
-from tests.scheduler.simulation import Outcome, Simulation
+from tests.scheduler.simulation import Simulation
 from tests.scheduler.table_model import make_request
 
 LEAST_STEPS = 300
