@@ -1,5 +1,7 @@
 """Bugs of the scheduler, continued: whose turn it is, who waits, and whom an operator keeps out."""
 
+from typing import Any
+
 import pytest
 
 from jaxpaged.admission import Admission
@@ -14,9 +16,9 @@ real_schedule = Scheduler.schedule
 
 
 def tokens_go_to_running_prompts_first(patch: pytest.MonkeyPatch) -> None:
-    def admit(self: Admission, draft: StepDraft, *, ahead_of: EngineSequence | None = None) -> None:
+    def admit(self: Admission, draft: StepDraft, *, ahead_of: EngineSequence | None = None, **options: Any) -> None:
         if ahead_of is None:
-            real_admit(self, draft)
+            real_admit(self, draft, **options)
 
     patch.setattr(Admission, "admit", admit)
 
@@ -47,7 +49,7 @@ def places_are_taken_while_draining(patch: pytest.MonkeyPatch) -> None:
         real_admit, is_draining = self._admission.admit, self._is_draining
         if is_draining:
             self._is_draining = False
-            self._admission.admit = lambda draft, *, ahead_of=None: None  # type: ignore[method-assign]
+            self._admission.admit = lambda draft, **_: None  # type: ignore[method-assign]
         try:
             return real_schedule(self)
         finally:

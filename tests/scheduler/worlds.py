@@ -100,7 +100,7 @@ class World:
             fails = frozenset(index for index in range(8) if rng.random() < self.fail_chance)
             simulation.step(between=self.disturb, fails=fails)
             self.look_at_texts()
-            is_drained = simulation.scheduler.is_draining and not simulation.scheduler.num_running
+            is_drained = simulation.scheduler.is_drained
             if simulation.is_idle or simulation.scheduler.is_paused or is_drained:
                 if not self.arrivals and simulation.is_idle:
                     if simulation.outcome.num_steps >= LEAST_STEPS:
