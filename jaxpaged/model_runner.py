@@ -29,7 +29,10 @@ from jaxpaged.step_packer import pack_alone
 
 @runtime_checkable
 class Runner(Protocol):
-    """What the engine needs of a device: `run` is the only call that reaches one. `np.asarray` of what it returns waits for the ids."""
+    """What the engine needs of a device: only `run` and `write_slot` reach one in a step, in the order in which they are called.
+
+    `np.asarray` of what `run` returns waits for the ids.
+    """
 
     limits: StepLimits
     page_size: int
