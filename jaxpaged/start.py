@@ -1,6 +1,8 @@
 """Starting an engine from the options. What can be refused without JAX is refused before the seconds that importing it takes."""
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +47,12 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
     Raises:
         JaxpagedError: what is wrong with the options, the model or the memory, in one sentence.
     """
-    emit, clocks = FanOut(sinks), Clocks()
+    with _no_garbage_collection():
+        return _start_engine(config, FanOut(sinks))
+
+
+def _start_engine(config: Config, emit: events.Sink) -> Started:
+    clocks = Clocks()
     report = StartReport(emit, clocks, clocks.monotonic())
     emit(events.HealthChanged(time_s=clocks.wall(), state="starting"))
     report.phase("resolve", f"finding {config.model.model}")
@@ -53,3 +60,15 @@ def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
     from jaxpaged.build import build_engine
 
     return Started(*build_engine(config, files, report))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Imports and traces make millions of objects that stay: looking through them again and again takes a tenth of a start."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
