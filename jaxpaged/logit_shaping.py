@@ -11,11 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.batch import SamplingRows
-
-IN_PROMPT = 1
-"""Lowest bit of a count: the prompt holds the token."""
-PER_OUTPUT = 2
-"""What one token of the answer adds to its count."""
+from jaxpaged.slot_rows import PER_OUTPUT
 
 
 class SlotRows(NamedTuple):

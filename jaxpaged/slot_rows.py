@@ -7,8 +7,10 @@ import numpy as np
 from jaxpaged.request import Request
 from jaxpaged.sequence import Sequence
 
-IN_PROMPT, PER_OUTPUT = 1, 2
-"""As on the device, see `logit_shaping`."""
+IN_PROMPT = 1
+"""Lowest bit of a count: the prompt holds the token."""
+PER_OUTPUT = 2
+"""What one token of the answer adds to its count."""
 
 
 class SlotRow(NamedTuple):

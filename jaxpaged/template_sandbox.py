@@ -27,6 +27,11 @@ MAX_INDENT = 256
 MAX_FORMAT_WIDTH = 99_999
 
 
+_FIELD = re.compile(r"%(?:\([^)]*\))?([-#0 +\d.*]*)|\{[^{}:]*:([^{}]*)")
+"""Flags, width and precision of a field: of `%5.2f` and of `{:>4}`. Digits of the text around it are nobody's width."""
+_TAKES_WIDTH = re.compile(r"%(?:\([^)]*\))?[-#0 +\d.]*\*|\{[^{}]*:[^{}]*\{")
+
+
 class RefusalError(TemplateError):
     """The template called `raise_exception`."""
 
@@ -234,16 +239,15 @@ def _check_format_filter(value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_format(format_: str, values: Iterable[Any]) -> None:
-    """Widths and precisions are written in the format, or taken from a value (`*`, `{:{}}`)."""
+    """Widths and precisions are written in the format's fields, or taken from a value (`*`, `{:{}}`)."""
     values = tuple(values)
-    if any(int(number) > MAX_FORMAT_WIDTH for number in re.findall(r"\d+", format_)) or any(
-        isinstance(value, int) and abs(value) > MAX_FORMAT_WIDTH for value in values if "*" in format_ or re.search(r":[^}]*\{", format_)
-    ):
+    widths = [int(number) for groups in _FIELD.findall(format_) for field in groups for number in re.findall(r"\d+", field)]
+    if _TAKES_WIDTH.search(format_):
+        widths += [abs(value) for value in values if isinstance(value, int)]
+    if any(width > MAX_FORMAT_WIDTH for width in widths):
         raise TooLargeError(f"a format's width is at most {MAX_FORMAT_WIDTH}")
     longest = max((len(str(value)) for value in values if isinstance(value, str | list | tuple | dict)), default=0)
-    _check_size(
-        len(format_) + (format_.count("%") + format_.count("{")) * (longest + MAX_FORMAT_WIDTH if re.search(r"\d{3}", format_) else longest)
-    )
+    _check_size(len(format_) + (format_.count("%") + format_.count("{")) * longest + sum(widths))
 
 
 _FILTER_CHECKS: dict[str, Callable[..., None]] = {

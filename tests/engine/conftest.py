@@ -1,6 +1,7 @@
 """What the engine's tests share: one start of the real model, one of a tiny one, and the folder of their compiled programs."""
 
 import gc
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,14 @@ def tiny_bench(tiny: Started, *, enable_prefix_caching: bool = True, **narrow: A
 def script_tokenizer() -> Tokenizer:
     """Ids 0-2 are control tokens (2 ends an answer), 3-258 the bytes, then some words."""
     return byte_level()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT means KeyboardInterrupt, also where the run was started with it ignored, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

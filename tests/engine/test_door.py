@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -214,14 +213,6 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(
     assert encoded == [len(text)]
     with pytest.raises(InvalidRequestError, match="surrogate"):
         intake.request("x" * 2000 + "\ud800", None, arrival_s=0.0)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT means KeyboardInterrupt, also where the run was started with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")

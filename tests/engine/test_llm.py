@@ -206,14 +206,6 @@ def test_threads_take_turns(calm: LLM) -> None:
     assert [got[index] for index in range(8)] == expected
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT means KeyboardInterrupt, also where the run was started with it ignored, as in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_leaves_the_engine_whole(calm: LLM, log: EventLog) -> None:
     """Ctrl-C wherever it falls: what was asked is aborted, and the next call answers as always."""

@@ -10,8 +10,11 @@ import pytest
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.intake import Intake
 from jaxpaged.mailbox import merge_deltas
-from jaxpaged.request import LOWEST_LOGPROB, CompletionOutput, RequestOutputKind, SamplingParams
+from jaxpaged.output import Answer, TokenLogprobs
+from jaxpaged.request import LOWEST_LOGPROB, CompletionOutput, Request, RequestOutputKind, SamplingParams
+from jaxpaged.sequence import Sequence
 from jaxpaged.start import Started
+from jaxpaged.tokenizer import Tokenizer
 from tests.engine.conftest import tiny_bench
 from tests.equality import Oracle
 from tests.fakes import Bench
@@ -85,13 +88,14 @@ def test_deltas_joined_are_the_whole(bench: Bench) -> None:
     assert deltas[-1].cumulative_logprob == whole.cumulative_logprob
 
 
-def test_an_impossible_id_is_told_as_a_number_that_json_can_write(tiny: Started) -> None:
-    """Ids that the tokenizer does not know are impossible; so the lowest of all 20 likeliest is never below this."""
-    bench = tiny_bench(tiny)
-    answer = bench.ask(PROMPT, temperature=0.0, max_tokens=2, logprobs=20).outputs[0]
-    assert all(
-        math.isfinite(entry.logprob) and entry.logprob >= LOWEST_LOGPROB for told in answer.logprobs or () for entry in told.values()
-    )
+def test_an_impossible_id_is_told_as_a_number_that_json_can_write(script_tokenizer: Tokenizer) -> None:
+    params = SamplingParams(temperature=0.0, logprobs=2)
+    sequence = Sequence(Request(request_id="x", prompt_token_ids=[5], params=params, seed=0, arrival_s=0.0))
+    answer = Answer(sequence, 0, script_tokenizer)
+    sequence.token_ids.append(7)
+    answer.take_token(TokenLogprobs(-0.5, 1, [7, 9, 11], [-0.5, -math.inf, -math.inf]))
+    (told,) = answer.completion().logprobs or ()
+    assert {token_id: entry.logprob for token_id, entry in told.items()} == {7: -0.5, 9: LOWEST_LOGPROB}
 
 
 def test_every_sample_has_its_own(bench: Bench) -> None:

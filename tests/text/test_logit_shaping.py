@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import logit_shaping, slot_rows
+from jaxpaged import slot_rows
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.request import Request, SamplingParams
@@ -87,10 +87,6 @@ def device_rows(sequences: list[Sequence], slots: list[int]) -> tuple[SamplingRo
         banned_ids=jnp.full((len(sequences), MAX_BANNED_IDS), VOCAB, jnp.int32),
     )
     return rows, SlotRows(jnp.asarray(state.counts), jnp.asarray(state.bias))
-
-
-def test_host_and_device_count_alike() -> None:
-    assert (slot_rows.IN_PROMPT, slot_rows.PER_OUTPUT) == (logit_shaping.IN_PROMPT, logit_shaping.PER_OUTPUT)
 
 
 @pytest.mark.parametrize("seed", range(12))

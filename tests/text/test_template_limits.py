@@ -67,6 +67,9 @@ def render(source: str, timeout_s: float = 20.0) -> str:
         "{{ '{:>{}}'.format(1, 10**9) }}",
         "{{ '{x:>{y}}'.format_map({'x': 1, 'y': 10**9}) }}",
         "{{ ('{0}' * 10**6).format('x' * 10**4) }}",
+        "{{ ('%0999d' * 99999) % 1 }}",
+        "{{ '%(a)0999999999d' % {'a': 1} }}",
+        "{{ '{0:{w}}'.format(1, w=10**9) }}",
         "{{ 10 ** 9999 }}",
         "{{ 2 ** 99999999 }}",
         "{{ range(10**9)|list }}",
@@ -109,6 +112,12 @@ def test_what_ordinary_templates_do_still_works() -> None:
     assert (
         render("{{ [3, 4, 5]|batch(2)|list }} {{ [1, 2, 3]|slice(2)|list }} {{ 'x'|center(5) }}|") == "[[3, 4], [5]] [[1, 2], [3]]   x  |"
     )
+
+
+def test_numbers_in_the_text_of_a_format_are_no_widths() -> None:
+    assert render("{{ 'order 1234567890: %s, 50% of 999999%' % 'x' if false else 'order 1234567890: %s' % 'x' }}") == "order 1234567890: x"
+    assert render("{{ 'in 1234567 {a}: {0:>3}'.format(1, a='b') }} {{ 'no. 7654321 %s'|format('y') }}") == "in 1234567 b:   1 no. 7654321 y"
+    assert render("{{ ('{}' * 400 ~ ' 123').format(*range(400)) | length }}") == str(4 + sum(len(str(i)) for i in range(400)))
 
 
 def test_a_long_conversation_is_rendered() -> None:
