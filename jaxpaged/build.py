@@ -36,6 +36,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     """
     emit, clocks, phase = report.emit, report.clocks, report.phase
     is_gpu = jax.default_backend() == "gpu"
+    num_threads = config.cpu.threads or available_cpus()
     use_persistent_cache(_compile_cache_folder(config))
     phase("load", f"loading {files.name}")
     tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
@@ -47,11 +48,11 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
         _check_pool(config, described.config, limits)
         with memory_budget():
-            model = load_model(checkpoint, described)
+            model = load_model(checkpoint, described, num_threads=num_threads)
 
     def load_again() -> LoadedModel:
         with open_checkpoint(files) as checkpoint:
-            return load_model(checkpoint, described)
+            return load_model(checkpoint, described, num_threads=num_threads)
 
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
@@ -74,7 +75,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             limits=limits,
             cache=config.cache,
             num_ids=min(tokenizer.vocab_size, model.config.vocab),
-            max_parallel=config.compilation.max_parallel or config.cpu.threads or available_cpus(),
+            max_parallel=config.compilation.max_parallel or num_threads,
             load_again=load_again,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,

@@ -66,13 +66,13 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
     )
 
 
-def load_model(checkpoint: Checkpoint, described: DescribedModel) -> LoadedModel:
+def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1) -> LoadedModel:
     """Puts the checkpoint's weights on the device.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
     """
-    return _load(checkpoint, described.family, described.config)
+    return _load(checkpoint, described.family, described.config, num_threads)
 
 
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
@@ -100,12 +100,12 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
         checkpoint.release(other)
 
 
-def _load(checkpoint: Checkpoint, family: Any, model_config: Any) -> LoadedModel:
+def _load(checkpoint: Checkpoint, family: Any, model_config: Any, num_threads: int) -> LoadedModel:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: family.Model(model_config)))
     leaves, treedef = jax.tree.flatten(state)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     expected = dict(zip(paths, leaves, strict=True))
-    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes)
+    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, num_threads=num_threads)
     # On CPU the aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
     params = tuple(jax.device_put(filled.pop(path), may_alias=True) for path in paths)
     return LoadedModel(family, model_config, graphdef, treedef, params)

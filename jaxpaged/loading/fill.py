@@ -1,5 +1,6 @@
 """Fills a model's parameters from a checkpoint, by the model's table of names and patterns."""
 
+import concurrent.futures
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -46,6 +47,8 @@ def fill(
     weights_table: Mapping[str, tuple[str, str]],
     expected: Mapping[str, ShapeDtype],
     axis_sizes: Mapping[str, int],
+    *,
+    num_threads: int = 1,
 ) -> dict[str, np.ndarray]:
     """Reads every expected parameter exactly once.
 
@@ -55,10 +58,11 @@ def fill(
             tensors that may be there and are not read, such as the head of a model with tied embeddings.
         expected: parameter path -> shape and type to keep it in.
         axis_sizes: sizes of the axes in the patterns, and "layers".
+        num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
 
     Returns:
         Parameter path -> array of 64-byte aligned memory. Tensor by tensor and row by row, so that memory in use is the result and a
-        few megabytes.
+        few megabytes for each thread.
 
     Raises:
         CheckpointError: tensors that are missing, unknown or of another shape, all of them by name, before anything is allocated; or
@@ -68,10 +72,19 @@ def fill(
     copies, unread = _bind(weights_table, expected, axis_sizes)
     _refuse_faults(checkpoint, copies, unread, axis_sizes)
     filled = {path: aligned_empty(like.shape, np.dtype(like.dtype)) for path, like in expected.items()}
-    for copy in copies:
+
+    def make(copy: _Copy) -> None:
         target = filled[copy.path]
         _copy_tensor(checkpoint, copy, target if copy.layer is None else target[copy.layer], axis_sizes)
         checkpoint.release(copy.name)
+
+    with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:
+        try:
+            for _ in pool.map(make, copies):
+                pass
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
     return filled
 
 

@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_model(*_: object) -> None:
+    def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(build, "load_model", load_model)

@@ -1,6 +1,7 @@
 """Filling parameters from a checkpoint: values, coverage, ties (field case O-49), memory."""
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,23 @@ MIB = 2**20
 
 
 def _fill(checkpoint: Checkpoint, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    return fill(checkpoint, TABLE, expected(checkpoint.hf_config, dtype), axis_sizes(checkpoint.hf_config))
+    """By one thread and by three: the same, or the same error."""
+    table = (checkpoint, TABLE, expected(checkpoint.hf_config, dtype), axis_sizes(checkpoint.hf_config))
+    alone, together = _outcome(lambda: fill(*table)), _outcome(lambda: fill(*table, num_threads=3))
+    if isinstance(alone, Exception):
+        assert (type(alone), str(alone)) == (type(together), str(together))
+        raise alone
+    assert isinstance(together, dict)
+    assert alone.keys() == together.keys()
+    assert all(np.array_equal(alone[path].view(np.uint8), together[path].view(np.uint8)) for path in alone)
+    return together
+
+
+def _outcome(make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray] | Exception:
+    try:
+        return make()
+    except Exception as error:
+        return error
 
 
 def _by_hand(tensors: dict[str, np.ndarray], dtype: Any, *, layers: int, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
@@ -188,14 +205,16 @@ def test_values_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
         assert _fill(checkpoint, ml_dtypes.bfloat16)["norm"][3] == np.float32(1e6).astype(ml_dtypes.bfloat16)
 
 
-def test_memory_in_use_is_the_result_and_little_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_memory_in_use_is_the_result_and_little_more(tmp_path: Path, num_threads: int) -> None:
     """By tracemalloc, that is without the pages of the mapped file: see test_smollm2 for the process as a whole."""
     write_tiny_gguf(tmp_path / "a.gguf", vocab_size=40_000, hidden=256, layers=1, embedding_type="Q8_0", has_tokenizer=False)
     with GgufCheckpoint(tmp_path / "a.gguf") as checkpoint:
         checkpoint.read("model.norm.weight")  # imports what reading needs
         tracemalloc.start()
         try:
-            filled = _fill(checkpoint)
+            like, sizes = expected(checkpoint.hf_config), axis_sizes(checkpoint.hf_config)
+            filled = fill(checkpoint, TABLE, like, sizes, num_threads=num_threads)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
