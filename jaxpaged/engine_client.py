@@ -1,9 +1,9 @@
 """What a server needs of an engine, and a request that has not begun."""
 
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from jaxpaged.intake import Prompt
+from jaxpaged.intake import Messages, Prompt
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
@@ -38,6 +38,20 @@ class EngineClient(Protocol):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]: ...
+
+    async def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+
+    async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -106,3 +106,45 @@ class RequestFailedError(JaxpagedError):
     """This request failed inside the engine; others go on."""
 
     code = "request_failed"
+
+
+class RequestAbortedError(JaxpagedError):
+    """Somebody other than the client ended the request: an operator's pause or sleep, or the end of the process."""
+
+    code = "request_aborted"
+    http_status = 503
+
+
+class QueueTimeoutError(JaxpagedError):
+    """The request waited for longer than it may and was not started."""
+
+    code = "queue_timeout"
+    http_status = 503
+
+
+class RequestTimeoutError(JaxpagedError):
+    """The request took longer than any may; the same one would again."""
+
+    code = "request_timeout"
+    http_status = 504
+
+
+class BodyTooLargeError(JaxpagedError):
+    """The body of an HTTP request is longer than the server reads."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class UnsupportedMediaTypeError(JaxpagedError):
+    """The body of an HTTP request is of another type or encoding than the server reads."""
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+
+class NotFoundError(JaxpagedError):
+    """Nothing goes by the given path or id."""
+
+    code = "not_found"
+    http_status = 404

@@ -45,6 +45,7 @@ class Sequence:
         finish_reason: why it ended.
         stop_reason: the stop string or stop token id that ended it; None for an end token.
         message: what to tell whoever asked, if it was ended for a reason of the engine (a time limit).
+        error_code: the error's code then.
         max_total_tokens: tokens of prompt and answer at most; set by `Scheduler.add`.
         stop_ids: token ids that end it.
         num_pages_freed: pages given back by the last preemption or at the end.
@@ -59,6 +60,7 @@ class Sequence:
 
     __slots__ = (
         "epoch",
+        "error_code",
         "finish_reason",
         "has_recomputed_much",
         "max_total_tokens",
@@ -112,6 +114,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.message: str | None = None
+        self.error_code: str | None = None
         self.max_total_tokens = 0
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else request.eos_token_ids)
         self.num_pages_freed = 0
