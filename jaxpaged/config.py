@@ -158,29 +158,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: Annotated[int, _doc("port to listen on", ge=0, le=65535)] = 8000
     api_key: Annotated[tuple[str, ...], _doc("keys that clients must present; none: open; never printed", extra=SECRET)] = ()
     served_model_name: Annotated[tuple[str, ...], _doc("names that clients may use; none: the model's own")] = ()
-    ping_interval_s: Annotated[float, _doc("seconds of silence after which a stream gets a comment line", gt=0, le=3600)] = 15.0
-    slow_client_timeout_s: Annotated[float, _doc("seconds that a client may leave a stream unread before it is aborted", gt=0, le=3600)] = (
-        30.0
-    )
-
-
-class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one HTTP request may ask for; more is refused with 400 (a longer body with 413)."""
-
-    max_body: Annotated[int, _doc("bytes of a request's body", ge=1024, extra=BYTES)] = 4 * MIB
-    max_n: Annotated[int, _doc("answers to one prompt (n)", ge=1, le=128)] = 64
-    max_prompts: Annotated[int, _doc("prompts of one request", ge=1, le=65536)] = 256
-    max_answers: Annotated[int, _doc("answers of one request: prompts times n", ge=1, le=1_000_000)] = 1024
-    max_messages: Annotated[int, _doc("messages of one conversation", ge=1, le=1_000_000)] = 2048
-    max_stop_strings: Annotated[int, _doc("stop strings", ge=0, le=64)] = 16
-    max_stop_chars: Annotated[int, _doc("characters of a stop string", ge=1, le=1024)] = 512
-    max_stop_token_ids: Annotated[int, _doc("stop_token_ids", ge=0, le=128)] = 128
-    max_logit_biases: Annotated[int, _doc("token ids of logit_bias", ge=0, le=1024)] = 1024
-    max_request_id_chars: Annotated[
-        int, _doc("characters of an x-request-id, of A-Z a-z 0-9 . _ : -; another one is replaced, not refused", ge=1, le=1024)
-    ] = 128
-    max_stored_responses: Annotated[int, _doc("answers of /v1/responses that are kept; the oldest go first", ge=0, le=10_000_000)] = 1000
-    max_stored: Annotated[int, _doc("bytes of the answers that are kept", ge=0, extra=BYTES)] = 64 * MIB
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,7 +172,6 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: SamplingConfig = SamplingConfig()
     log: LogConfig = LogConfig()
     server: ServerConfig = ServerConfig()
-    limits: LimitsConfig = LimitsConfig()
 
 
 ALIASES: dict[str, str] = {

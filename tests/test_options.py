@@ -60,20 +60,6 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "server.port": ("80", 80),
     "server.api_key": ("sk-1,sk-2", ("sk-1", "sk-2")),
     "server.served_model_name": ("a/b", ("a/b",)),
-    "server.ping_interval_s": ("2.5", 2.5),
-    "server.slow_client_timeout_s": ("5", 5.0),
-    "limits.max_body": ("1MiB", 2**20),
-    "limits.max_n": ("8", 8),
-    "limits.max_prompts": ("16", 16),
-    "limits.max_answers": ("32", 32),
-    "limits.max_messages": ("64", 64),
-    "limits.max_stop_strings": ("4", 4),
-    "limits.max_stop_chars": ("64", 64),
-    "limits.max_stop_token_ids": ("5", 5),
-    "limits.max_logit_biases": ("6", 6),
-    "limits.max_request_id_chars": ("36", 36),
-    "limits.max_stored_responses": ("10", 10),
-    "limits.max_stored": ("1MiB", 2**20),
 }
 """Path -> (text, the value it means)."""
 
