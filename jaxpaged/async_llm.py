@@ -128,6 +128,17 @@ class AsyncLLM:
         """Raises EngineDeadError when the engine no longer serves."""
         self._thread.check_health()
 
+    async def probe(self) -> None:
+        """Runs a step program over nothing and returns when it is done, so that the device is known to answer; leaves no trace.
+
+        A paused engine has nothing run. Raises EngineDeadError.
+        """
+        await self._thread.call(lambda engine: engine.probe())
+
+    def fail_open(self, error: JaxpagedError) -> None:
+        """Ends every open request with `error`, which its task raises; any thread may call it, also while a step hangs."""
+        self._thread.fail_open(error)
+
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forgets all cached pages; `reset_running_requests`: those that run give theirs back and are computed again. True: done."""
         check_flag("reset_running_requests", reset_running_requests)

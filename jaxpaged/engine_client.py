@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Messages, Prompt
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ class Generation:
 
 @runtime_checkable
 class EngineClient(Protocol):
-    """What a server needs of an engine."""
+    """What a server needs of an engine; `AsyncLLM` has it."""
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
@@ -56,5 +57,11 @@ class EngineClient(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def check_health(self) -> None: ...
+
+    async def probe(self) -> None: ...
+
+    def fail_open(self, error: JaxpagedError) -> None: ...
+
+    def close(self) -> None: ...
 
     def get_tokenizer(self) -> Tokenizer: ...

@@ -157,6 +157,25 @@ class LoadChanged(_Event):
     num_pages_cached: int
 
 
+class HttpAnswered(_Event):
+    """A request over HTTP was answered, or its client left; `path` is empty where no route has it.
+
+    `end` is stop, length, rejected, refused, aborted or failed, and empty for what asks the model nothing. `first_token_s` and
+    `seconds` count from its arrival.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int
+    end: str
+    code: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    first_token_s: float | None
+    seconds: float
+
+
 class HealthChanged(_Event):
     """The engine's health moved: starting, ready, draining, paused, sleeping, dead."""
 
@@ -191,6 +210,7 @@ Event = (
     | RequestFinished
     | StepFinished
     | LoadChanged
+    | HttpAnswered
     | HealthChanged
     | SinkDropped
     | EngineStopped
