@@ -7,6 +7,7 @@ from server.errors import EXCEPTION_HANDLERS
 from server.requests import Reception
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
+from server.routes.docs import docs_routes
 from server.routes.models import model_routes
 from server.routes.tokens import token_routes
 from server.service import Service
@@ -21,6 +22,7 @@ def create_app(service: Service) -> Litestar:
             *completion_routes(reception),
             *model_routes(reception),
             *token_routes(reception),
+            *docs_routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         # The framework's own document does not know our bodies, its logging sets the root logger, and bodies are bounded before it.

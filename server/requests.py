@@ -3,12 +3,12 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from litestar import Request, Response
 
+import jaxpaged
 from jaxpaged.config import LimitsConfig
 from jaxpaged.errors import InvalidRequestError, ModelNotFoundError, UnsupportedMediaTypeError
 from jaxpaged.request import SamplingParams
@@ -20,14 +20,7 @@ from server.service import Service
 IGNORED_HEADER: Final = "x-jaxpaged-ignored"
 
 
-def _fingerprint() -> str:
-    try:
-        return f"jaxpaged-{version('jaxpaged')}"
-    except PackageNotFoundError:
-        return "jaxpaged"
-
-
-FINGERPRINT: Final = _fingerprint()
+FINGERPRINT: Final = f"jaxpaged-{jaxpaged.__version__}"
 """What answers carry as `system_fingerprint`."""
 
 
