@@ -223,6 +223,7 @@ class Engine:
         self._requests.take_tokens(awaited, self._token_logprobs(started))
         self._emit.step_finished(
             step,
+            awaited,
             bucket_tokens=started.bucket_tokens,
             num_tokens=started.num_tokens,
             scheduler=self.scheduler,

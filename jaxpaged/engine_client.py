@@ -1,8 +1,9 @@
 """What a server needs of an engine, and a request that has not begun."""
 
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Messages, Prompt
 from jaxpaged.request import RequestOutput, SamplingParams
@@ -65,3 +66,22 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
     def get_tokenizer(self) -> Tokenizer: ...
+
+
+@runtime_checkable
+class OperatedEngine(Protocol):
+    """What operators may tell an engine; see docs/operations.md."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool: ...
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def is_paused(self) -> bool: ...
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None: ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+
+    async def is_sleeping(self) -> bool: ...

@@ -160,6 +160,13 @@ class HeadersTooLargeError(JaxpagedError):
     http_status = 431
 
 
+class SlowRequestError(JaxpagedError):
+    """The headers or the body of a request did not come in time."""
+
+    code = "request_too_slow"
+    http_status = 408
+
+
 class BadRequestError(JaxpagedError):
     """What came is no HTTP request, or has a form that is not served."""
 

@@ -56,6 +56,7 @@ class Sequence:
         has_recomputed_much: all pages that it can ever need are kept for it, since it may not be computed once more.
         queued_s: when it was added, by the scheduler's clock.
         queue_key: its place in the queue (see `waiting_queue`).
+        last_token_s: monotonic time at which its last token was told; None before the first. Belongs to `engine_events`.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Sequence:
         "error_code",
         "finish_reason",
         "has_recomputed_much",
+        "last_token_s",
         "max_total_tokens",
         "message",
         "needs_host",
@@ -108,6 +110,7 @@ class Sequence:
         self.epoch = 0
         self.needs_host = any(len(word) > 1 for word in request.bad_words_ids)
         self.num_cached_tokens = 0
+        self.last_token_s: float | None = None
         self.num_hit_pages = 0
         self.num_preemptions = 0
         self.status = SequenceStatus.WAITING

@@ -3,6 +3,8 @@
 import msgspec
 
 from jaxpaged.errors import JaxpagedError
+from server.asgi_types import Scope, Send, send_plain
+from server.ledger import record_of
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -24,3 +26,9 @@ def error_headers(error: JaxpagedError) -> list[tuple[bytes, bytes]]:
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
+
+
+async def send_error(scope: Scope, send: Send, error: JaxpagedError) -> None:
+    """Answers with an error, and notes its code in the request's record."""
+    record_of(scope).code = error.code
+    await send_plain(send, error.http_status, error_headers(error), error_body(error))

@@ -7,8 +7,7 @@ from which the access line and the metrics are made.
 import enum
 import threading
 from collections import Counter
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
@@ -17,6 +16,10 @@ from jaxpaged.clocks import Clocks
 
 RECORD_KEY = "jaxpaged.record"
 """Where the record of a request is in its ASGI scope."""
+
+
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score"})
+"""What is posted there asks the model for something."""
 
 
 class End(enum.StrEnum):
@@ -40,13 +43,14 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     Attributes:
         request_id: the client's `x-request-id` if it is one, else ours; the answer's header carries it already.
         received_s: monotonic time.
-        is_generation: whether it asks for an answer of the model, and so is in the ledger. Set by the route.
+        is_generation: whether it asks for an answer of the model, and so is in the ledger, refused or not.
         end: stop, length or failed, set by the route once it is known; None: follows from the status.
         code: of the error.
         num_prompt_tokens: of all prompts.
         num_output_tokens: of all answers so far.
         first_token_s: monotonic time at which the first token was there.
         status: what was answered; 0: nothing yet.
+        body: the beginning of what the client sent, if `log.prompts` asks for it.
     """
 
     request_id: str
@@ -60,9 +64,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     first_token_s: float | None = None
     status: int = 0
+    body: str = ""
 
 
-def record_of(scope: MutableMapping[str, Any]) -> RequestRecord:
+def record_of(scope: Mapping[str, object]) -> RequestRecord:
     """The record of the request with this ASGI scope (`request.scope` of a handler)."""
     record = scope[RECORD_KEY]
     assert isinstance(record, RequestRecord)
@@ -87,6 +92,11 @@ class Ledger:
     def num_open(self) -> int:
         """Requests that are being answered, of whatever kind."""
         return len(self.open)
+
+    @property
+    def num_open_generations(self) -> int:
+        """Those of them that ask the model for something."""
+        return sum(record.is_generation for record in self.open.values())
 
     def ends(self) -> dict[End, int]:
         """How many ended so, each end named."""
@@ -121,6 +131,7 @@ class Ledger:
                 num_output_tokens=record.num_output_tokens,
                 first_token_s=None if record.first_token_s is None else record.first_token_s - record.received_s,
                 seconds=self._clocks.monotonic() - record.received_s,
+                body=record.body,
             )
         )
 

@@ -10,6 +10,7 @@ from jaxpaged.errors import EngineDeadError, JaxpagedError, ServerDrainingError,
 from jaxpaged.sinks import FanOut
 from server.ledger import Ledger
 from server.phase import EngineProgress, Phase
+from server.prometheus_sink import PrometheusSink
 
 
 class Service:
@@ -24,6 +25,7 @@ class Service:
         phase: what the server does now.
         engine: None until it is loaded.
         progress: what the engine's events say of its health.
+        metrics: figures of all that happened.
         ledger: the books of requests.
         emit: the sink that the engine is to be given.
     """
@@ -32,8 +34,9 @@ class Service:
         self.config, self.clocks = config, clocks
         self.phase = Phase.STARTING
         self.engine: EngineClient | None = None
-        self.progress = EngineProgress()
-        self.emit = FanOut((*sinks, self.progress))
+        self.progress = EngineProgress(clocks.monotonic)
+        self.metrics = PrometheusSink()
+        self.emit = FanOut((*sinks, self.progress, self.metrics))
         self.ledger = Ledger(self.emit, clocks)
         self._reason = ""
 
