@@ -4,10 +4,12 @@ from litestar import Litestar
 from litestar.config.response_cache import ResponseCacheConfig
 
 from server.errors import EXCEPTION_HANDLERS
+from server.metrics import metrics_routes
 from server.requests import Reception
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
 from server.routes.docs import docs_routes
+from server.routes.health import health_routes
 from server.routes.models import model_routes
 from server.routes.tokens import token_routes
 from server.service import Service
@@ -23,6 +25,8 @@ def create_app(service: Service) -> Litestar:
             *model_routes(reception),
             *token_routes(reception),
             *docs_routes(),
+            *health_routes(service),
+            *metrics_routes(service),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         # The framework's own document does not know our bodies, its logging sets the root logger, and bodies are bounded before it.

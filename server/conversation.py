@@ -48,9 +48,7 @@ def _part_text(part: Any, where: str) -> str:
         return part
     text = {"text": part.text, "input_text": part.text, "output_text": part.text, "refusal": part.refusal}.get(part.type)
     if text is None:
-        raise ChatTemplateError(
-            f"{where} is a part of type {part.type[:40]!r} without text: this model takes text parts only", param=where
-        )
+        raise ChatTemplateError(f"{where} is a part of type {part.type[:40]!r} without text: this model takes text parts only", param=where)
     return text
 
 

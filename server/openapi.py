@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 from litestar import Litestar
+from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
 
 from server.errors import ErrorBody
@@ -37,12 +38,13 @@ def make_document(app: Litestar) -> dict[str, Any]:
     """The document of all that the app serves.
 
     Raises:
-        ValueError: a handler without an `Operation`.
+        ValueError: a handler that says nothing of its answer.
     """
     operations = list(_operations(app))
     structs = [ErrorBody]
     for _, _, _, operation in operations:
-        structs += [kind for kind in (operation.body, operation.answer, operation.chunk) if kind is not None and kind not in structs]
+        kinds = (operation.body, operation.answer, operation.chunk, *operation.other_bodies.values())
+        structs += [kind for kind in kinds if kind is not None and kind not in structs]
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
     for path, method, name, operation in operations:
@@ -52,8 +54,8 @@ def make_document(app: Litestar) -> dict[str, Any]:
         "info": {
             "title": "jaxpaged",
             "version": FINGERPRINT.removeprefix("jaxpaged-"),
-            "description": "OpenAI's endpoints over a JAX engine. Fields that are not served are refused by name; unknown ones are ignored and named "
-            "in the header x-jaxpaged-ignored.",
+            "description": "OpenAI's endpoints over a JAX engine. Fields that are not served are refused by name; unknown ones are "
+            "ignored and named in the header x-jaxpaged-ignored.",
         },
         "paths": dict(sorted(paths.items())),
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
@@ -68,11 +70,27 @@ def _operations(app: Litestar) -> Any:
         path = re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", route.path_format)
         for handler in route.route_handlers:
             methods = sorted(set(handler.http_methods) - {"OPTIONS"})
-            operation = handler.opt.get("operation")
-            if methods and not isinstance(operation, Operation):
-                raise ValueError(f"the handler of {route.path} has no Operation")
             for method in methods:
-                yield path, method.lower(), handler.name or handler.fn.__name__, operation
+                yield path, method.lower(), handler.name or f"{handler.fn.__name__}{path.replace('/', '_')}", _operation_of(handler)
+
+
+def _operation_of(handler: HTTPRouteHandler) -> Operation:
+    """What a handler carries, or what its annotations say."""
+    operation = handler.opt.get("operation")
+    if isinstance(operation, Operation):
+        return operation
+    returned = handler.parsed_fn_signature.return_type.annotation
+    answer = next(iter(get_args(returned)), returned)
+    is_struct = isinstance(answer, type) and issubclass(answer, msgspec.Struct)
+    if not handler.summary or (not is_struct and not isinstance(handler.media_type, str)):
+        raise ValueError(f"the handler {handler.fn.__name__} says nothing of its answer")
+    return Operation(
+        summary=handler.summary,
+        tag="Operators",
+        answer=answer if is_struct else None,
+        media_type=str(getattr(handler.media_type, "value", handler.media_type)).partition(";")[0],
+        other_bodies={status: spec.data_container for status, spec in (handler.responses or {}).items()},
+    )
 
 
 def _describe(path: str, name: str, operation: Operation) -> dict[str, Any]:
@@ -83,9 +101,9 @@ def _describe(path: str, name: str, operation: Operation) -> dict[str, Any]:
         ]
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
-    described["responses"] = {"200": _success(operation)} | {
-        str(status): _failure(status) for status in sorted({*operation.statuses, *ANY_STATUSES})
-    }
+    statuses = sorted({*operation.statuses, *ANY_STATUSES})
+    failures = {str(status): _failure(status, operation.other_bodies.get(status, ErrorBody)) for status in statuses}
+    described["responses"] = {"200": _success(operation), **failures}
     return described
 
 
@@ -97,9 +115,9 @@ def _success(operation: Operation) -> dict[str, Any]:
     return {"description": "The answer", "content": content}
 
 
-def _failure(status: int) -> dict[str, Any]:
-    failure: dict[str, Any] = {"description": STATUSES[status], "content": {"application/json": {"schema": _ref(ErrorBody)}}}
-    if status in (429, 503):
+def _failure(status: int, body: type) -> dict[str, Any]:
+    failure: dict[str, Any] = {"description": STATUSES[status], "content": {"application/json": {"schema": _ref(body)}}}
+    if status in (429, 503) and body is ErrorBody:
         schema = {"type": "integer", "minimum": 1, "maximum": 30}
         failure["headers"] = {"Retry-After": {"description": "Seconds to wait before asking again", "schema": schema}}
     return failure

@@ -1,5 +1,7 @@
-"""What the OpenAPI document says of a route; each handler carries one as `opt={"operation": Operation(...)}`."""
+"""What the OpenAPI document says of a route; handlers that read bodies themselves carry it as `opt={"operation": Operation(...)}`."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
         media_type: of the 200.
         chunk: the Struct of a stream's events, if it can stream.
         statuses: of errors, besides those that any path can answer.
+        other_bodies: Structs of answers that are no success and have another body than an error's, by status.
     """
 
     summary: str
@@ -25,6 +28,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     media_type: str = "application/json"
     chunk: Any = None
     statuses: tuple[int, ...] = ()
+    other_bodies: Mapping[int, Any] = MappingProxyType({})
 
 
 GENERATION_STATUSES = (400, 404, 413, 415, 429, 500, 503, 504)

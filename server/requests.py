@@ -55,9 +55,7 @@ class Reception:
         self.service = service
         self._ignored = IgnoredNames()
 
-    async def read[T: msgspec.Struct](
-        self, request: Request[Any, Any, Any], reader: BodyReader[T], *, prefix: str
-    ) -> Asked[T]:
+    async def read[T: msgspec.Struct](self, request: Request[Any, Any, Any], reader: BodyReader[T], *, prefix: str) -> Asked[T]:
         """The body of a request, for a model that is served.
 
         Args:

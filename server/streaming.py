@@ -1,8 +1,8 @@
 """Answers that are sent as they are made: server-sent events with `\\n\\n` between them, comments in silence, and an end in any case.
 
-Who waits for whom: the engine never waits for a client. A client that reads slowly fills the connection's buffer (64 kB), then
-its events are not made any more and the answer's deltas are put together in the request's mailbox, until it reads again or its
-time is over.
+Who waits for whom: the engine never waits for a client. A client that reads slowly fills the connection's buffer
+(`server.send_buffer`, 64 kB); then its events are not made any more, and the answer's deltas are put together in the request's mailbox,
+until it reads again or the connection is cut off (`server.slow_client_timeout_s`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class EventStream(Response[bytes]):
     Args:
         events: makes them; closed at the end, however it comes.
         record: is told how the request ends.
-        config: when to send a comment, and how long to wait for a client.
+        config: when to send a comment.
         headers: of the answer.
         release: gives back what the events are made of; called at the end, however it comes.
     """
@@ -48,12 +48,12 @@ class EventStream(Response[bytes]):
     ) -> None:
         super().__init__(b"", media_type="text/event-stream", headers=headers)
         self._events, self._record, self._release = events, record, release
-        self._ping_s, self._patience_s = config.ping_interval_s, config.slow_client_timeout_s
+        self._ping_s = config.ping_interval_s
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._sent_s = 0.0
-        self._blocked_since_s: float | None = None
+        self._is_sending = False
 
-    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIApp:
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIApp:  # type: ignore[override]
         """See `Response`: an application that sends the events."""
         return self._serve
 
@@ -61,11 +61,9 @@ class EventStream(Response[bytes]):
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"), *self._headers]
         self._sent_s = asyncio.get_running_loop().time()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        pump, leaving, ticker = (
-            asyncio.ensure_future(work) for work in (self._pump(send), client_has_left(receive), self._tick(send))
-        )
+        pump, leaving, ticker = (asyncio.ensure_future(work) for work in (self._pump(send), client_has_left(receive), self._tick(send)))
         try:
-            await asyncio.wait((pump, leaving, ticker), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((pump, leaving), return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
         finally:
@@ -86,21 +84,16 @@ class EventStream(Response[bytes]):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        time = asyncio.get_running_loop().time
-        self._blocked_since_s = time()
+        self._is_sending = True
         await send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sent_s, self._blocked_since_s = time(), None
+        self._sent_s, self._is_sending = asyncio.get_running_loop().time(), False
 
     async def _tick(self, send: Send) -> None:
-        """Sends comments in silence; returns when the client has not read for too long."""
+        """Sends a comment whenever nothing was sent for a while, and nothing waits to be."""
         time = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(min(1.0, self._ping_s / 4, self._patience_s / 4))
-            if self._blocked_since_s is not None:
-                if time() - self._blocked_since_s >= self._patience_s:
-                    return
-            elif time() - self._sent_s >= self._ping_s:
-                try:
-                    await asyncio.wait_for(self._send(send, PING), self._patience_s)
-                except TimeoutError:
-                    return
+            await asyncio.sleep(max(0.01, self._sent_s + self._ping_s - time()))
+            if not self._is_sending and time() - self._sent_s >= self._ping_s:
+                await self._send(send, PING)
+            elif self._is_sending:
+                await asyncio.sleep(self._ping_s)

@@ -8,8 +8,8 @@ from litestar import Request, Response
 
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.request import FinishReason, RequestMetrics
-from server.generation import Job, Outputs, client_has_left, deltas, end_tasks
 from server.errors import ClientLeftError
+from server.generation import Job, Outputs, client_has_left, deltas, end_tasks
 from server.ledger import End, RequestRecord
 from server.protocol.generation import Usage, make_usage
 from server.requests import Asked

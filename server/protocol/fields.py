@@ -149,14 +149,18 @@ RESPONSES: Final = (
     *_refused("background", "ask again without it, or stream", False),
     *_refused("tools", "tools are not served yet"),
     *_refused("tool_choice", "tools are not served yet", "none", "auto"),
-    *_refused("text", "structured output is not served yet", {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+    *_refused(
+        "text", "structured output is not served yet", {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}
+    ),
     *_refused("reasoning", "reasoning is not served yet", {"effort": "none"}),
     *_refused("truncation", "what does not fit is refused", "disabled"),
     *_refused("prompt conversation context_management moderation", "not served"),
 )
 
 TOKENIZE: Final = (
-    *_served("model prompt messages add_special_tokens add_generation_prompt continue_final_message chat_template_kwargs return_token_strs"),
+    *_served(
+        "model prompt messages add_special_tokens add_generation_prompt continue_final_message chat_template_kwargs return_token_strs"
+    ),
     *_refused("tools", "tools are not served yet"),
     *_refused("chat_template", "templates of requests are not run: start the server with --chat-template"),
 )

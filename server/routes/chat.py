@@ -172,9 +172,7 @@ class _Answer:
             if choices or output.finished:
                 usage = tally.usage() if has_running_usage else blank.usage
                 timings = make_timings(*tally.timing_values()) if body.timings and output.finished and not has_usage else UNSET
-                yield event(
-                    msgspec.structs.replace(blank, choices=choices, usage=usage, prompt_token_ids=prompt_ids, timings=timings)
-                )
+                yield event(msgspec.structs.replace(blank, choices=choices, usage=usage, prompt_token_ids=prompt_ids, timings=timings))
                 prompt_ids = UNSET
         if has_usage:
             timings = make_timings(*tally.timing_values()) if body.timings else UNSET

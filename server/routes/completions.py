@@ -61,9 +61,7 @@ async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, 
     check_limits(body, len(prompts), reception.service.config.limits)
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo with logprobs is not served yet: log-probabilities of the prompt are missing", param="echo")
-    params = sampling_params(
-        body, max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
-    )
+    params = sampling_params(body, max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs)
     adds_special = body.add_special_tokens is not False
     many = await asyncio.gather(*(engine.prompt_ids(prompt, add_special_tokens=adds_special) for prompt in prompts))
     most = engine.max_model_len - (body.max_tokens or 1)
@@ -84,7 +82,9 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
         raise InvalidRequestError("prompt is an empty list: give at least one prompt", param="prompt")
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
-        raise InvalidRequestError("prompt is a text, a list of texts, a list of token ids or a list of such lists, not a mixture", param="prompt")
+        raise InvalidRequestError(
+            "prompt is a text, a list of texts, a list of token ids or a list of such lists, not a mixture", param="prompt"
+        )
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]
     return list(prompt)  # type: ignore[arg-type]
@@ -100,9 +100,7 @@ class _Answer:
         skips = job.params.skip_special_tokens
         self._echoes = [tokenizer.decode(ids, skip_special_tokens=skips) if body.echo else "" for ids in job.prompts]
         names = TokenNames(tokenizer.special_ids if skips else frozenset[int](), bool(body.return_tokens_as_token_ids))
-        self._logprobs = [
-            LegacyLogprobs(body.logprobs or 0, names, len(echo)) for echo in self._echoes for _ in range(job.params.n)
-        ]
+        self._logprobs = [LegacyLogprobs(body.logprobs or 0, names, len(echo)) for echo in self._echoes for _ in range(job.params.n)]
         self._is_begun = [False] * len(self._logprobs)
 
     def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
@@ -126,7 +124,9 @@ class _Answer:
         async for batch in outputs:
             tally.take(batch)
             num_open -= sum(output.finished for _, output in batch)
-            choices = [self._choice(index, made) for index, output in batch for made in output.outputs if self._is_worth_telling(index, made)]
+            choices = [
+                self._choice(index, made) for index, output in batch for made in output.outputs if self._is_worth_telling(index, made)
+            ]
             if choices:
                 usage = tally.usage() if has_running_usage else blank.usage
                 timings = make_timings(*tally.timing_values()) if body.timings and not (num_open or has_usage) else UNSET
@@ -139,9 +139,7 @@ class _Answer:
 
     def _blank(self) -> CompletionResponse:
         asked = self._asked
-        return CompletionResponse(
-            id=asked.name, created=asked.created, model=asked.model, choices=[], system_fingerprint=FINGERPRINT
-        )
+        return CompletionResponse(id=asked.name, created=asked.created, model=asked.model, choices=[], system_fingerprint=FINGERPRINT)
 
     def _is_worth_telling(self, prompt_index: int, completion: CompletionOutput) -> bool:
         is_first = not self._is_begun[self._index(prompt_index, completion)]

@@ -3,18 +3,14 @@
 In-process clients read whole streams before they return, so everything here goes over real sockets.
 """
 
-import asyncio
 import contextlib
 import http.client
 import json
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import uvicorn
 
 from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
@@ -23,15 +19,14 @@ from jaxpaged.model_runner import Runner
 from jaxpaged.tokenizer import Tokenizer
 from server.app import create_app
 from server.auth import ApiKeys
-from server.front import behind_front
 from server.ledger import End
 from server.service import Service
 from tests.fakes import EventLog, FailingRunner, ScriptRunner
 from tests.openai.validate import errors
 from tests.script import free_talk
 from tests.scripted_client import scripted_async_llm
+from tests.server.door_server import TIMEOUT_S, DoorServer, wait_until
 
-TIMEOUT_S = 20.0
 GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score")
 
 SCHEMAS = {
@@ -127,23 +122,12 @@ class LiveServer:
         self.engine, self.service, self.log, self.runner = engine, service, log, runner
         self.counts: Counter[str] = Counter()
         self.num_prompts = self.num_unsure = 0
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        self.port: int = listener.getsockname()[1]
-        app = behind_front(create_app(service), service, ApiKeys(()))  # type: ignore[arg-type]
-        options = uvicorn.Config(app, loop="asyncio", lifespan="off", log_config=None, access_log=False, http="h11")  # type: ignore[arg-type]
-        self._server = uvicorn.Server(options)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([listener])), name="live-server")
-        self._listener = listener
-        self._thread.start()
-        wait_until(lambda: self._server.started)
+        self.door = DoorServer(service, create_app(service), ApiKeys(()), None)  # type: ignore[arg-type]
+        self.port = self.door.port
 
     def close(self) -> None:
         """Stops serving."""
-        self._server.should_exit = True
-        self._thread.join(TIMEOUT_S)
-        self._listener.close()
-        assert not self._thread.is_alive()
+        self.door.close()
 
     def request(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
         """One request on a connection of its own; the answer is validated and counted."""
@@ -296,11 +280,3 @@ def live_server(
 def slowed(runner: Runner, seconds: float) -> FailingRunner:
     """The same device, each of whose steps takes so much longer."""
     return FailingRunner(runner, before=lambda _: time.sleep(seconds))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """Returns when the condition holds; fails after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.002)
