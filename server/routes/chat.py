@@ -19,7 +19,7 @@ from server.protocol.bodies import BodyReader
 from server.protocol.chat import AnswerMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatRequest, ChatResponse, Delta, Message
 from server.protocol.fields import CHAT
 from server.protocol.generation import make_timings
-from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_messages, json_response, sampling_params
+from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_logprobs, check_messages, json_response, sampling_params
 from server.streaming import DONE, event
 from server.tally import Tally, started_stream
 
@@ -56,6 +56,7 @@ async def chat_job(asked: Asked[ChatRequest], engine: EngineClient, reception: R
     body, limits = asked.body, reception.service.config.limits
     check_messages(body.messages, limits)
     check_limits(body, 1, limits)
+    check_logprobs("top_logprobs", body.top_logprobs, reception.service.config)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -20,7 +20,7 @@ from server.protocol.bodies import BodyReader
 from server.protocol.completions import CompletionChoice, CompletionRequest, CompletionResponse
 from server.protocol.fields import COMPLETIONS
 from server.protocol.generation import make_timings
-from server.requests import FINGERPRINT, Asked, Reception, check_limits, json_response, sampling_params
+from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_logprobs, json_response, sampling_params
 from server.streaming import DONE, event
 from server.tally import Tally, started_stream
 
@@ -58,7 +58,9 @@ async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, 
     """What the engine is asked for. Raises JaxpagedError for what it cannot be."""
     body = asked.body
     prompts = split_prompts(body.prompt)
-    check_limits(body, len(prompts), reception.service.config.limits)
+    config = reception.service.config
+    check_limits(body, len(prompts), config.limits)
+    check_logprobs("logprobs", body.logprobs, config)
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo with logprobs is not served yet: log-probabilities of the prompt are missing", param="echo")
     params = sampling_params(body, max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs)
