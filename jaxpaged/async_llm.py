@@ -5,7 +5,7 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -82,14 +82,35 @@ class AsyncLLM:
         return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
 
     async def chat_prompt(
-        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, for `generate` and `stream`. Raises ChatTemplateError, or EngineDeadError when closed."""
-        self.check_health()
-        make = functools.partial(
-            self._intake.chat_prompt, messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        """Token ids of a conversation, for `generate` and `stream`; the chat template sees `variables` as well.
+
+        Raises ChatTemplateError, or EngineDeadError when closed.
+        """
+        return await self._on_tokenizer_thread(
+            functools.partial(
+                self._intake.chat_prompt,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
         )
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
+
+    async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as `generate` makes them. Raises InvalidRequestError, or EngineDeadError when closed."""
+        return await self._on_tokenizer_thread(functools.partial(self._intake.prompt_ids, prompt, add_special_tokens=add_special_tokens))
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return self._engine.runner.limits.max_model_len
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is, still being tokenized or running; nothing happens when there is none of that id.
@@ -104,6 +125,17 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine no longer serves."""
         self._thread.check_health()
+
+    async def probe(self) -> None:
+        """Runs a step program over nothing and returns when it is done, so that the device is known to answer; leaves no trace.
+
+        A paused engine has nothing run. Raises EngineDeadError.
+        """
+        await self._thread.call(lambda engine: engine.probe())
+
+    def fail_open(self, error: JaxpagedError) -> None:
+        """Ends every open request with `error`, which its task raises; any thread may call it, also while a step hangs."""
+        self._thread.fail_open(error)
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forgets all cached pages; `reset_running_requests`: those that run give theirs back and are computed again. True: done."""
@@ -215,19 +247,14 @@ class AsyncLLM:
         params = params or self._intake.default_params
         if kind is not None and isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=kind)
-        loop = asyncio.get_running_loop()
         make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
         with self._thread.arriving(request_id) as arrival:
             try:
-                making = loop.run_in_executor(self._tokenizer_pool, make)
-            except RuntimeError:  # another thread has closed the engine since the check
-                raise EngineDeadError("the engine is closed") from None
-            try:
-                request = await making
+                request = await self._on_tokenizer_thread(make)
             except JaxpagedError as error:
                 self._thread.reject(self._intake.usable_id(request_id), error)
                 raise
-            mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
+            mailbox = Mailbox(asyncio.get_running_loop(), is_delta=request.params.output_kind is RequestOutputKind.DELTA)
             self._thread.add(request, mailbox, arrival)
         is_finished = False
         try:
@@ -238,6 +265,14 @@ class AsyncLLM:
         finally:
             if not is_finished:
                 self._thread.forget(request.request_id, mailbox)
+
+    async def _on_tokenizer_thread[T](self, make: Callable[[], T]) -> T:
+        self.check_health()
+        try:
+            making = asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
+        except RuntimeError:  # another thread has closed the engine since the check
+            raise EngineDeadError("the engine is closed") from None
+        return await making
 
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:

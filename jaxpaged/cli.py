@@ -85,8 +85,6 @@ def _run(argv: list[str]) -> int:
         name, rest = "version", ["--short"]
     command = by_name().get(name)
     if command is None:
-        if name == "serve":
-            raise ConfigError("this version has no server yet; use jaxpaged generate, jaxpaged chat or the Python API")
         near = nearest(name, by_name())
         raise ConfigError(f"there is no command {name[:80]!r}" + (f"; the nearest is {near}" if near else "; see jaxpaged --help"))
     args = build_parser(command).parse(rest)

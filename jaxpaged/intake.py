@@ -119,8 +119,23 @@ class Intake:
             cache_salt=cache_salt,
         )
 
-    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
-        """Token ids of a conversation, laid out by the model's chat template.
+    def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as `request` makes them; without `add_special_tokens` a text gets no begin token.
+
+        Raises:
+            InvalidRequestError: a malformed prompt, or ids out of range.
+        """
+        return self._token_ids(_without_salt(prompt)[0], add_special_tokens=add_special_tokens)[1]
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the model's chat template, which sees `variables` as well.
 
         Raises:
             ChatTemplateError: no template, malformed messages, or the template refuses them.
@@ -130,10 +145,13 @@ class Intake:
                 f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages"
             )
         return self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(variables or {}),
         )
 
-    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
@@ -147,7 +165,7 @@ class Intake:
                     param="prompt",
                 )
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt)
+            return prompt, self._encode(prompt, add_special_tokens)
         return None, self._checked_ids(prompt)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
@@ -168,14 +186,14 @@ class Intake:
             ids.append(token_id)
         return ids
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
         if self._max_model_len is not None and num_bytes >= self._max_model_len:
             self._check_bytes(num_bytes, self._max_model_len)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _check_bytes(self, num_bytes: int, max_model_len: int) -> None:
         """Tokenizing takes a second for every few megabytes, which a text that cannot fit is not worth."""

@@ -145,17 +145,18 @@ class OpenRequest:
         request: what was asked for.
         answers: one for each sample, by index.
         metrics: times and counts over all samples.
-        error: what to tell whoever asked, if it fails or is given up.
+        error: what to tell whoever asked, if it fails or is given up; `error_code`: the kind of error.
         num_open: answers that have not ended.
     """
 
-    __slots__ = ("answers", "error", "metrics", "num_open", "request")
+    __slots__ = ("answers", "error", "error_code", "metrics", "num_open", "request")
 
     def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
         self.request = request
         self.answers = [Answer(sequence, index, tokenizer) for index, sequence in enumerate(samples)]
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
         self.error: str | None = None
+        self.error_code: str | None = None
         self.num_open = len(samples)
 
     @property
@@ -183,6 +184,7 @@ class OpenRequest:
             metrics=metrics,
             num_cached_tokens=metrics.num_cached_tokens,
             error=self.error,
+            error_code=self.error_code,
         )
 
 

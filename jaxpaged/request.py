@@ -16,7 +16,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TOKEN_IDS = 128
 MAX_EOS_IDS = 16
 """End tokens of a model."""
 MAX_BAD_WORDS = 128
@@ -363,7 +363,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 class RequestOutput(msgspec.Struct, kw_only=True):
     """What the engine has for a request so far, or (kind DELTA) since the last time.
 
-    `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended.
+    `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended. `error` says why a request
+    failed or was given up, `error_code` is the `code` of one of the classes of `errors`.
     """
 
     request_id: str
@@ -374,3 +375,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None

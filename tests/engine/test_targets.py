@@ -9,6 +9,7 @@ from jaxpaged.clocks import Clocks
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
 from jaxpaged.intake import Intake
+from jaxpaged.logprobs import StepResult
 from jaxpaged.request import SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 from tests.fakes import EventLog, ScriptRunner, free_talk
@@ -23,7 +24,7 @@ class TimedRunner(ScriptRunner):
 
     now_s = 0.0
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """See `Runner`."""
         self.now_s += 0.01 + 0.001 * layout.num_tokens
         return super().run(layout, blob)

@@ -1,0 +1,91 @@
+"""What SCRIPT says: functions from a history to the next id, and the logits that peak on it.
+
+The logits at each place are 0 for the scripted id, -1 for the id after it, -2 for the next and so on, around the vocabulary. So a
+scripted id that may not be chosen (an end token before `min_tokens`, a bad word, an id outside of `allowed_token_ids`) gives way to
+the first one after it that may, and the likeliest ids are those that follow the scripted one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.logprobs import LogprobRows, StepResult
+from jaxpaged.request import MAX_LOGPROBS, MAX_SEED, SEED_STRIDE
+from jaxpaged.sampling import NO_ID
+from jaxpaged.slot_rows import SlotRow
+
+type History = tuple[int, ...]
+"""Token ids of one row's sequence, prompt first, up to the last one computed."""
+
+
+def free_talk(vocab: int, *, avoid: Iterable[int] = ()) -> Callable[[History], int]:
+    """A model whose next id hangs on every id before it and on their order, and is none of `avoid`."""
+    ids = [index for index in range(vocab) if index not in set(avoid)]
+
+    def next_id(history: History) -> int:
+        number = 0
+        for token_id in history:
+            number = (number * 1_000_003 + token_id * 7_919 + 12_345) % ((1 << 61) - 1)
+        return ids[number % len(ids)]
+
+    return next_id
+
+
+def follow(answers: Mapping[History, Sequence[int]]) -> Callable[[History], int]:
+    """A model that gives each prompt its own list of ids; asked for more, it gives the last one again."""
+
+    def next_id(history: History) -> int:
+        for prompt, answer in answers.items():
+            if history[: len(prompt)] == prompt:
+                return answer[min(len(history) - len(prompt), len(answer) - 1)]
+        raise AssertionError(f"nobody sent a prompt that begins with {history[:8]}")
+
+    return next_id
+
+
+def follow_samples(answers: Mapping[History, Sequence[Sequence[int]]], seed: int) -> Callable[[History, int], int]:
+    """For `ScriptRunner(by_seed=)`: the answers of requests with that `seed`, n > 1 and a temperature above 0, by sample."""
+
+    def next_id(history: History, row_seed: int) -> int:
+        for prompt, samples in answers.items():
+            if history[: len(prompt)] == prompt:
+                seeds = [(seed + index * SEED_STRIDE) % (MAX_SEED + 1) for index in range(len(samples))]
+                return follow({prompt: samples[seeds.index(row_seed)]})(history)
+        raise AssertionError(f"nobody sent a prompt that begins with {history[:8]}")
+
+    return next_id
+
+
+def allowed_id(scripted: int, vocab: int, banned_ids: Iterable[int], slot: SlotRow | None) -> int:
+    """The first id from `scripted` on that is neither banned nor impossible by the slot's bias; `NO_ID` stays, and is given for none.
+
+    Biases that only make an id more or less likely are added to the logits of the module's docstring.
+    """
+    banned = [index for index in set(banned_ids) if 0 <= index < vocab]
+    if scripted == NO_ID or (not banned and slot is None):
+        return scripted
+    logits = -((np.arange(vocab) - scripted) % vocab).astype(np.float64)
+    if slot is not None:
+        logits += slot.bias
+    logits[banned] = -np.inf
+    return NO_ID if np.isneginf(logits).all() else int(np.argmax(logits))
+
+
+def script_result(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> StepResult:
+    """What a step gives: the ids, and the log-probabilities of the logits in the module's docstring if a row wants any.
+
+    Args:
+        ids: int32 [seqs], chosen.
+        scripted: int32 [seqs], where the logits peak.
+        num_logprobs: int32 [seqs], of the packed step.
+    """
+    num_top = min(MAX_LOGPROBS, vocab)
+    distances = np.arange(num_top)
+    total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
+    is_wanted = bool((num_logprobs >= 0).any())
+    away = np.where(ids == NO_ID, 0, (ids - scripted) % vocab) * is_wanted
+    top_ids = ((scripted[:, None] + distances) % vocab * is_wanted).astype(np.int32)
+    top = np.broadcast_to((-distances - total) * is_wanted, top_ids.shape).astype(np.float32)
+    rows: Any = LogprobRows(((-away - total) * is_wanted).astype(np.float32), ((away + 1) * is_wanted).astype(np.int32), top_ids, top)  # type: ignore[arg-type]
+    return StepResult(ids, rows)  # type: ignore[arg-type]  # numpy stands for the device's arrays
