@@ -149,7 +149,9 @@ RESPONSES: Final = (
     *_refused("background", "ask again without it, or stream", False),
     *_refused("tools", "tools are not served yet"),
     *_refused("tool_choice", "tools are not served yet", "none", "auto"),
-    *_refused("text", "structured output is not served yet", {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+    *_refused(
+        "text", "structured output is not served yet", {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}
+    ),
     *_refused("reasoning", "reasoning is not served yet", {"effort": "none"}),
     *_refused("truncation", "what does not fit is refused", "disabled"),
     *_refused("prompt conversation context_management moderation", "not served"),
