@@ -105,9 +105,7 @@ class AsyncLLM:
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, as `generate` makes them. Raises InvalidRequestError, or EngineDeadError when closed."""
-        return await self._on_tokenizer_thread(
-            functools.partial(self._intake.prompt_ids, prompt, add_special_tokens=add_special_tokens)
-        )
+        return await self._on_tokenizer_thread(functools.partial(self._intake.prompt_ids, prompt, add_special_tokens=add_special_tokens))
 
     @property
     def max_model_len(self) -> int:

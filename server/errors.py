@@ -15,6 +15,7 @@ from litestar.types import ExceptionHandlersMap
 from jaxpaged.errors import (
     AuthenticationError,
     BodyTooLargeError,
+    EngineDeadError,
     InvalidRequestError,
     JaxpagedError,
     MethodNotAllowedError,
@@ -48,6 +49,10 @@ class ClientLeftError(Exception):
 
 def told_error(error: BaseException) -> JaxpagedError:
     """What a client is told of an exception."""
+    if isinstance(error, EngineDeadError):  # what it died of is the operator's business
+        return EngineDeadError("The engine has stopped and serves no requests until it is started again")
+    if isinstance(error, RequestFailedError):
+        return RequestFailedError("The model gave no answer to this request that could be used; others go on")
     if isinstance(error, JaxpagedError):
         return error
     if isinstance(error, HTTPException) and error.status_code < 500:

@@ -10,12 +10,14 @@ import msgspec
 
 from jaxpaged.errors import InvalidRequestError
 from server.protocol.fields import Field, Use
+from server.protocol.generation import StreamOptions
 
 LOG: Final = logging.getLogger("jaxpaged.server")
 
 MAX_IGNORED_NAMES: Final = 10
 MAX_REMEMBERED_NAMES: Final = 1000
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-bA-B]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89a-bA-B]..)\\u[dD][c-fC-F]")
 _AT: Final = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 
 
@@ -65,6 +67,8 @@ class BodyReader[T: msgspec.Struct]:
         try:
             raw = self._keys.decode(body)
             ignored = [name for name in raw if name not in self._fields]
+            if "stream_options" in raw and "stream_options" in self._fields:
+                ignored += _unknown_stream_options(raw["stream_options"])
             for name, value in raw.items():
                 field = self._fields.get(name)
                 if field is not None and field.use is Use.REFUSED:
@@ -75,8 +79,16 @@ class BodyReader[T: msgspec.Struct]:
         except msgspec.ValidationError as error:
             raise _wrong_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}") from None
+            reason = "half of a surrogate pair is no character" if _HALF_PAIR.search(body) else str(error)[:200]
+            raise InvalidRequestError(f"The body is not valid JSON in UTF-8: {reason}") from None
         return Body(content, tuple([name for name in ignored if _NAME.fullmatch(name)][:MAX_IGNORED_NAMES]))
+
+
+def _unknown_stream_options(raw: msgspec.Raw) -> list[str]:
+    options = msgspec.json.decode(raw)
+    if not isinstance(options, dict):
+        return []
+    return [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
 
 
 def _check_refused(field: Field, raw: msgspec.Raw) -> None:
@@ -95,7 +107,7 @@ def _wrong_field(error: msgspec.ValidationError) -> InvalidRequestError:
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequestError(f"{param} is missing", param=param)
-    sentence = text.replace("`", "").replace("null", "null").strip()
+    sentence = text.replace("`", "").strip()
     return InvalidRequestError(f"{param or 'the body'}: {sentence[:1].lower()}{sentence[1:]}", param=param or None)
 
 

@@ -157,11 +157,23 @@ RESPONSES: Final = (
     *_refused("prompt conversation context_management moderation", "not served"),
 )
 
+TOKENIZE: Final = (
+    *_served(
+        "model prompt messages add_special_tokens add_generation_prompt continue_final_message chat_template_kwargs return_token_strs"
+    ),
+    *_refused("tools", "tools are not served yet"),
+    *_refused("chat_template", "templates of requests are not run: start the server with --chat-template"),
+)
+
+DETOKENIZE: Final = _served("model tokens")
+
 TABLES: Final[Mapping[str, tuple[Field, ...]]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/responses": RESPONSES,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
 }
 """Path -> the fields of its body."""
 

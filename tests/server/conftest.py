@@ -1,0 +1,30 @@
+"""Live servers for the tests of the HTTP app."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from jaxpaged.tokenizer import Tokenizer
+from tests.server.live import LiveServer, live_server
+from tests.text.vocabularies import byte_level
+from tests.tiny_model import CHAT_TEMPLATE
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Tokenizer:
+    """Ids 0-2 are control tokens (2 ends an answer), 3-258 the bytes, then some words; with a chat template."""
+    return byte_level(CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def module_server(chat_tokenizer: Tokenizer) -> Iterator[LiveServer]:
+    """A server for all tests of a file."""
+    with live_server(chat_tokenizer) as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server: LiveServer) -> Iterator[LiveServer]:
+    """The same, with the books checked after each test."""
+    yield module_server
+    module_server.after_check()
