@@ -108,12 +108,17 @@ class Ledger:
         self.open[id(record)] = record
 
     def close(self, record: RequestRecord, *, is_complete: bool) -> None:
-        """A request is over.
+        """A request is over; it is open until its end was said.
 
         Args:
             is_complete: the answer was written to its end; otherwise the client left, or the answer broke off.
         """
-        del self.open[id(record)]
+        try:
+            self._close(record, is_complete=is_complete)
+        finally:
+            del self.open[id(record)]
+
+    def _close(self, record: RequestRecord, *, is_complete: bool) -> None:
         end = self._end_of(record, is_complete=is_complete)
         if record.is_generation:
             with self._lock:

@@ -10,7 +10,7 @@ from jaxpaged.config import Config, LogConfig, MetricsConfig, ServerConfig
 from jaxpaged.errors import ConfigError
 from server.auth import HEALTH_PATHS, ApiKeys, read_keys
 from tests.fakes import EventLog
-from tests.server.door_server import DoorServer, door_server, request_bytes
+from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 
 pytestmark = pytest.mark.jax
 
@@ -113,9 +113,11 @@ def test_without_keys_everything_is_open() -> None:
     log = EventLog()
     with door_server(Config(log=LogConfig(prompts=False)), log=log) as server:
         assert server.ask("POST", "/v1/completions", b'{"prompt": "my secret"}').status == 503
+        wait_until(lambda: server.service.ledger.num_open == 0)
         assert "my secret" not in repr(log)
     with door_server(Config(log=LogConfig(prompts=True)), log=log) as server:
         server.ask("POST", "/v1/completions", b'{"prompt": "my secret"}')
+        wait_until(lambda: server.service.ledger.num_open == 0)
         assert "my secret" in repr(log)
 
 
