@@ -313,11 +313,24 @@ def live_server(
     tokenizer: Tokenizer, runner: Runner | None = None, config: Config | None = None, *, eos_token_ids: Sequence[int] = (2,)
 ) -> Iterator[LiveServer]:
     """A server over a scripted device; the books are checked at the end."""
-    log = EventLog()
     config = config or Config(log=LogConfig(level="error"))
+    device = runner or talker(tokenizer)
+
+    def make(sinks: Sequence[events.Sink]) -> contextlib.AbstractContextManager[AsyncLLM]:
+        return scripted_async_llm(device, tokenizer, eos_token_ids=eos_token_ids, config=config, sinks=sinks)
+
+    with server_over(make, device, config) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def server_over(
+    make_engine: Callable[[Sequence[events.Sink]], contextlib.AbstractContextManager[AsyncLLM]], runner: Runner, config: Config
+) -> Iterator[LiveServer]:
+    """A server over an engine that is made with its sinks; the books are checked at the end."""
+    log = EventLog()
     service = Service(config, sinks=(log,))
-    runner = runner or talker(tokenizer)
-    with scripted_async_llm(runner, tokenizer, eos_token_ids=eos_token_ids, config=config, sinks=(service.emit,)) as engine:
+    with make_engine((service.emit,)) as engine:
         service.attach(engine)
         server = LiveServer(engine, service, log, runner)
         with _tracebacks_into(server.tracebacks):
