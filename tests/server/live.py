@@ -148,9 +148,13 @@ class LiveServer:
             reply = Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
         finally:
             connection.close()
-        self._validate(method, path, reply)
-        self._count(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
+        self.take(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
         return reply
+
+    def take(self, method: str, path: str, reply: Reply, n: int = 1) -> None:
+        """Validates and counts what was answered to a request that another client sent."""
+        self._validate(method, path, reply)
+        self._count(method, path, reply, n)
 
     def post(self, path: str, body: Any, **headers: str) -> Reply:
         """POST of JSON."""

@@ -186,7 +186,7 @@ class Burst:
             f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.sockets = [socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) for _ in range(number)]
-        self.answers = {index: b"" for index in range(number)}
+        self.answers = dict.fromkeys(range(number), b"")
         self.waits_s: dict[int, float] = {}
         self._begun_s = []
         for index, connection in enumerate(self.sockets):
@@ -273,7 +273,7 @@ def test_a_storm_of_clients_that_leave(chat_tokenizer: Tokenizer, number: int) -
 
         idle = steps_of_a_probe()
         for begin in range(0, number, 300):
-            with_many_clients(min(300, number - begin), lambda index: traffic.leave(random.Random(f"{begin} {index}")))
+            with_many_clients(min(300, number - begin), lambda index, first=begin: traffic.leave(random.Random(f"{first} {index}")))
             begun_s = time.monotonic()
             wait_until(lambda: not engine.has_work and engine.pages.num_in_use == 0)
             assert time.monotonic() - begun_s < 1.0
