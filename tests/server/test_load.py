@@ -25,6 +25,7 @@ from tests.fakes import FailingRunner
 from tests.server.door_server import TIMEOUT_S, wait_until
 from tests.server.live import LiveServer, live_server, server_over, talker
 from tests.server.traffic import TEXT, Traffic, told, vitals
+from tests.server.workers import with_many_clients
 from tests.tiny_engine import tiny_config
 from tests.tiny_model import write_tiny_llama
 
@@ -279,22 +280,3 @@ def test_a_storm_of_clients_that_leave(chat_tokenizer: Tokenizer, number: int) -
             assert time.monotonic() - begun_s < 1.0
             assert steps_of_a_probe() <= idle + 2
             traffic.check_canary()
-
-
-def with_many_clients(number: int, work: Callable[[int], None], num_clients: int = 16) -> None:
-    """Does it so often, by several threads."""
-    failures: list[BaseException] = []
-
-    def run(first: int) -> None:
-        try:
-            for index in range(first, number, num_clients):
-                work(index)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
