@@ -20,6 +20,8 @@ type Messages = Sequence[Mapping[str, Any]]
 
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 MAX_REQUEST_ID_CHARS = 1024
+ARGUMENTS_OF_TEMPLATES = ("messages", "add_generation_prompt", "continue_final_message", "tokenize")
+"""What a variable of a chat template cannot be called, since it would take the place of one of ours."""
 
 
 class Intake:
@@ -144,6 +146,9 @@ class Intake:
             raise ChatTemplateError(
                 f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages"
             )
+        for name in ARGUMENTS_OF_TEMPLATES:
+            if variables and name in variables:
+                raise ChatTemplateError(f"{name} cannot be set as a variable of the chat template", param="chat_template_kwargs")
         return self.tokenizer.apply_chat_template(
             list(messages),
             add_generation_prompt=add_generation_prompt,

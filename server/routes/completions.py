@@ -72,7 +72,7 @@ async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, 
         if not ids:
             at = f" {index}" if len(many) > 1 else ""
             raise InvalidRequestError(f"The prompt{at} is empty: give at least one token", param="prompt")
-    check_length("max_tokens", body.max_tokens, many, engine.max_model_len)
+    check_length("prompt", many, "max_tokens", body.max_tokens, engine.max_model_len)
     return Job(request_id=asked.name, prompts=many, params=params, priority=body.priority or 0, cache_salt=body.cache_salt)
 
 

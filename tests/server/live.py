@@ -141,6 +141,8 @@ class LiveServer:
         finally:
             connection.close()
         self._validate(method, path, reply)
+        if reply.status == 200 and raw is not None:
+            body = json.loads(raw)
         self._count(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
         return reply
 
