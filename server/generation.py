@@ -162,11 +162,16 @@ def end_of(outputs: Sequence[RequestOutput]) -> End:
     return End.LENGTH if FinishReason.LENGTH in reasons else End.STOP
 
 
+def request_name(job_id: str, index: int) -> str:
+    """What the engine knows the request of one prompt by."""
+    return f"{job_id}-{index}"
+
+
 def _start(engine: EngineClient, job: Job, index: int, params: SamplingParams) -> AsyncIterator[RequestOutput]:
     prompt: dict[str, Any] = {"prompt_token_ids": job.prompts[index]}
     if job.cache_salt is not None:
         prompt["cache_salt"] = job.cache_salt
-    return aiter(engine.generate(prompt, params, f"{job.request_id}-{index}", priority=job.priority))
+    return aiter(engine.generate(prompt, params, request_name(job.request_id, index), priority=job.priority))
 
 
 async def _together(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncIterator[Outputs]:

@@ -62,9 +62,7 @@ async def chat_job(asked: Asked[ChatRequest], engine: EngineClient, reception: R
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and body.max_tokens != max_tokens:
-        raise InvalidRequestError(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}: give one of them", param=name
-        )
+        raise InvalidRequestError(f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}: give one of them", param=name)
     params = _params(asked, name, max_tokens)
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt

@@ -95,7 +95,12 @@ def test_what_is_no_body(server: LiveServer, body: bytes, says: str, is_streamed
 
 
 def test_unknown_fields_are_named_once(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
-    fields = {f"field_{index:02d}": index for index in range(14)} | {"with space": 1, "x" * 65: 1, "line\nbreak": 1, "stream_options": {"odd": 1}}
+    fields = {f"field_{index:02d}": index for index in range(14)} | {
+        "with space": 1,
+        "x" * 65: 1,
+        "line\nbreak": 1,
+        "stream_options": {"odd": 1},
+    }
     with caplog.at_level(logging.WARNING, "jaxpaged.server"):
         replies = [server.chat("x", **fields) for _ in range(2)]
     for reply in replies:
