@@ -50,6 +50,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to look."""
+        self._watch_lock()
         self._thread.start()
 
     def stop(self) -> None:

@@ -51,8 +51,12 @@ class Connection:
         if receive_buffer is not None:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         plain.settimeout(TIMEOUT_S)
-        plain.connect(("127.0.0.1", port))
-        self.socket = plain if tls is None else tls.wrap_socket(plain, server_hostname="localhost")
+        try:
+            plain.connect(("127.0.0.1", port))
+            self.socket = plain if tls is None else tls.wrap_socket(plain, server_hostname="localhost")
+        except BaseException:
+            plain.close()
+            raise
         self._seen = b""
 
     def send(self, data: bytes | str) -> None:

@@ -1,7 +1,8 @@
 """`python scripted_program.py ARGUMENTS...` is `jaxpaged serve ARGUMENTS...` over a scripted device, in a process of its own.
 
 In the environment: SCRIPTED_STEP_S, the length of a step; SCRIPTED_LOAD_S, that of the start; SCRIPTED_FAULT, what goes wrong from the
-step SCRIPTED_FAULT_STEP on: `raise`, `hang` (for ever), `lock` (for ever, with the interpreter lock held).
+step SCRIPTED_FAULT_STEP on: `raise`, `hang` (for ever), `lock` (for ever, with the interpreter lock held). SCRIPTED_LOCK_GRACE_S is how
+much longer than the watchdog's limit that lock may be held.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.events import PhaseChanged, Sink
 from jaxpaged.model_runner import Runner
-from server import command
+from server import command, serving
 from tests.fakes import FailingRunner
 from tests.server.scripted_llm import script_runner, scripted_llm
 from tests.server.small_app import small_app
@@ -57,6 +58,7 @@ def make_engine(config: Config, sinks: Sequence[Sink]) -> EngineClient:
 
 def main() -> int:
     """Runs the command."""
+    serving.LOCK_GRACE_S = float(os.environ.get("SCRIPTED_LOCK_GRACE_S", serving.LOCK_GRACE_S))
     real_run = command.run
     command.run = lambda args: real_run(args, make_engine, small_app)  # type: ignore[assignment]
     return cli.main(["serve", *sys.argv[1:]])
