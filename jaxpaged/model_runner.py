@@ -10,14 +10,14 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
-from jaxpaged.config import CacheConfig
+from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
-from jaxpaged.logprobs import StepResult, log_probabilities
+from jaxpaged.logprobs import StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
@@ -96,6 +96,7 @@ class ModelRunner:
         cache: CacheConfig,
         num_ids: int,
         max_parallel: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
@@ -109,6 +110,7 @@ class ModelRunner:
             cache: page size, pool memory and type.
             num_ids: ids that the tokenizer knows; the rest of the head is never chosen.
             max_parallel: programs compiled at the same time.
+            logprobs_mode: what requests are told that ask for log-probabilities.
             load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
@@ -118,7 +120,7 @@ class ModelRunner:
             MemoryBudgetError: the pool does not fit.
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
-        self._model, self._num_ids = model, num_ids
+        self._model, self._num_ids, self._logprobs_mode = model, num_ids, logprobs_mode
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
         self.cache_shape = cache_shape(model.config, cache)
@@ -268,7 +270,7 @@ class ModelRunner:
         )
 
     def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
-        graphdef, treedef, num_ids = self._model.graphdef, self._model.treedef, self._num_ids
+        graphdef, treedef, num_ids, mode = self._model.graphdef, self._model.treedef, self._num_ids, self._logprobs_mode
 
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
@@ -276,10 +278,13 @@ class ModelRunner:
             hidden, cache = model(state.cache, batch)
             rows, targets = batch.sampling, batch.target_slots
             logits = model.logits(hidden[batch.sample_tokens])
-            ids = sample(shape_logits(logits, rows, state.slots, targets), rows, num_ids)
+            shaped = shape_logits(logits, rows, state.slots, targets)
+            ids = sample(shaped, rows, num_ids)
             # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
-            wanted = jnp.where(targets < layout.num_slots, rows.num_logprobs, -1)
-            result = StepResult(ids, log_probabilities(logits, ids, wanted, num_ids))
+            wanted = (targets < layout.num_slots) & (rows.num_logprobs >= 0)
+            of_answers = answer_logprobs(logits, shaped, ids, rows, wanted, num_ids, mode)
+            of_prompts = prompt_logprobs(hidden, batch.scored, model.logits, num_ids, mode)
+            result = StepResult(ids, of_answers, of_prompts)
             return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
 
         shape = self.cache_shape
