@@ -164,7 +164,8 @@ def test_no_kind_of_request_compiles_anything(llm: LLM) -> None:
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         params = {kind: SamplingParams(**{"max_tokens": 5, "temperature": 0.0} | fields) for kind, fields in EVERY_KIND.items()}
-        for kind, own in params.items():
+        for name, own in params.items():
+            kind = name
             llm.generate([prompt], own, use_tqdm=False)
         kind = "all together"
         llm.generate([[*prompt[index:], index] for index in range(len(params))], list(params.values()), use_tqdm=False, priority=1)
