@@ -58,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     model = random_model(args.dtype)
     able = runner_for(model, BUCKETS, NUM_ROWS)
-    with mock.patch("jaxpaged.model_runner.prompt_logprobs", tells_nothing):
+    with mock.patch("jaxpaged.step_program.prompt_logprobs", tells_nothing):
         unable = runner_for(model, BUCKETS, NUM_ROWS)
     decodes, prompt = [(1, 100 + 7 * index) for index in range(NUM_ROWS)], [(512, 512)]
     steps = {
