@@ -102,6 +102,7 @@ class OpenRequests:
         """Keeps what a row said of its prompt, once for each of its tokens."""
         sequence = span.row.sequence
         opened, answer = self._by_sequence[sequence.request_id]
+        assert span.positions.start == sequence.first_unscored, f"{sequence}: {span.positions} do not go on from what is known"
         if answer.index == 0:
             opened.take_prompt_logprobs(logprobs)
         sequence.first_unscored = span.positions.stop

@@ -48,7 +48,13 @@ class StepProgram:
     """Makes the program of a bucket. All that it is built from stands in `_fixed`, or one engine would get another's program."""
 
     def __init__(
-        self, model: LoadedModel, cache_shape: CacheShape, *, num_ids: int, logprobs_mode: LogprobsMode, traced: TracedPrograms
+        self,
+        model: LoadedModel,
+        cache_shape: CacheShape,
+        *,
+        num_ids: int,
+        traced: TracedPrograms,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self._graphdef, self._treedef = model.graphdef, model.treedef
         self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)

@@ -215,6 +215,14 @@ def test_a_prompt_without_a_usable_number_fails_alone(tiny: Started, reference: 
     bench.after_check()
 
 
+def test_no_program_holds_the_logits_of_all_tokens(tiny: Started) -> None:
+    """Blocks of 32 rows, however many tokens a step has: here 64."""
+    runner: Any = tiny.engine.runner
+    text = runner.programs[runner.layout_for(64)].as_text()
+    assert f"f32[32,{runner.vocab}]" in text
+    assert f"f32[64,{runner.vocab}]" not in text
+
+
 def test_an_aborted_request_tells_nothing(tiny: Started) -> None:
     bench = tiny_bench(tiny, max_num_batched_tokens=16)
     request_id = bench.add(PROMPT, max_tokens=2, prompt_logprobs=2)
