@@ -230,7 +230,7 @@ class Intake:
             ids.append(token_id)
         return ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
