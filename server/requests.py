@@ -119,6 +119,11 @@ def _at_most(field: str, given: int, limit: int, option: str, what: str) -> None
         raise InvalidRequestError(f"{field} takes at most {limit} {what} ({option}), got {given}", param=field)
 
 
+def check_num_prompts(field: str, number: int, limits: LimitsConfig) -> None:
+    """Raises InvalidRequestError for too many inputs at once."""
+    _at_most(field, number, limits.max_prompts, "limits.max_prompts", "inputs")
+
+
 def check_prompt_logprobs(body: SamplingFields, config: Config) -> None:
     """Raises InvalidRequestError for log-probabilities of the prompt in a stream, or too many."""
     if body.prompt_logprobs is not None and body.stream:

@@ -134,9 +134,10 @@ COMPLETIONS: Final = (
 )
 
 EMBEDDINGS: Final = (
-    *_served("input model encoding_format dimensions"),
-    *_idle("user"),
-    *_idle("priority request_id"),
+    *_served("input model encoding_format"),
+    *_own("priority", "lower goes first"),
+    *_idle("user request_id"),
+    *_refused("dimensions", "vectors have the model's own width"),
     *_own("truncate_prompt_tokens", "keep the last so many tokens of the input; -1: as many as fit"),
 )
 
@@ -167,11 +168,20 @@ TOKENIZE: Final = (
 
 DETOKENIZE: Final = _served("model tokens")
 
+SCORE: Final = (
+    *_served("model"),
+    *_own("prompt", "ours: a text or token ids"),
+    *_own("continuation", "ours: a text or token ids, or a list of them"),
+    *_own("priority", "lower goes first"),
+    *_own("cache_salt", "only requests with the same salt share cached pages"),
+)
+
 TABLES: Final[Mapping[str, tuple[Field, ...]]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/responses": RESPONSES,
+    "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }

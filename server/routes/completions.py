@@ -95,16 +95,16 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     return max(asked, default=None)
 
 
-def split_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+def split_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> list[Prompt]:
     """One prompt or many, as a list: a list of integers is one. Raises InvalidRequestError for an empty or a mixed list."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequestError("prompt is an empty list: give at least one prompt", param="prompt")
+        raise InvalidRequestError(f"{field} is an empty list: give at least one", param=field)
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise InvalidRequestError(
-            "prompt is a text, a list of texts, a list of token ids or a list of such lists, not a mixture", param="prompt"
+            f"{field} is a text, a list of texts, a list of token ids or a list of such lists, not a mixture", param=field
         )
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]
