@@ -11,6 +11,7 @@ from server.routes.completions import completion_routes
 from server.routes.docs import docs_routes
 from server.routes.health import health_routes
 from server.routes.models import model_routes
+from server.routes.responses import response_routes
 from server.routes.tokens import token_routes
 from server.service import Service
 
@@ -22,6 +23,7 @@ def create_app(service: Service) -> Litestar:
         route_handlers=[
             *chat_routes(reception),
             *completion_routes(reception),
+            *response_routes(reception),
             *model_routes(reception),
             *token_routes(reception),
             *docs_routes(),

@@ -19,16 +19,17 @@ def make_page(document: Mapping[str, Any]) -> str:
         for method, operation in methods.items():
             by_tag.setdefault(operation["tags"][0], []).append("".join(_operation(document, path, method, operation)))
     parts = "".join(f"<h2>{escape(tag)}</h2>{''.join(operations)}" for tag, operations in sorted(by_tag.items()))
-    info = document["info"]
+    title, version, description = (escape(document["info"][name]) for name in ("title", "version", "description"))
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(info['title'])}</title><style>{_STYLE}</style></head><body><h1>{escape(info['title'])} {escape(info['version'])}</h1>"
-        f'<p>{escape(info["description"])} The document: <a href="openapi.json">openapi.json</a>.</p>{parts}</body></html>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title} {version}</h1>"
+        f'<p>{description} The document: <a href="openapi.json">openapi.json</a>.</p>{parts}</body></html>'
     )
 
 
 def _operation(document: Mapping[str, Any], path: str, method: str, operation: Mapping[str, Any]) -> Iterator[str]:
-    yield f'<details><summary><span class="method">{method.upper()}</span> <code>{escape(path)}</code> {escape(operation["summary"])}</summary>'
+    name = f'<span class="method">{method.upper()}</span> <code>{escape(path)}</code> {escape(operation["summary"])}'
+    yield f"<details><summary>{name}</summary>"
     if "requestBody" in operation:
         yield "<h4>Body</h4>"
         yield from _fields(document, operation["requestBody"]["content"]["application/json"]["schema"])

@@ -88,7 +88,7 @@ def _operation_of(handler: HTTPRouteHandler) -> Operation:
         summary=handler.summary,
         tag="Operators",
         answer=answer if is_struct else None,
-        media_type=str(getattr(handler.media_type, "value", handler.media_type)).partition(";")[0],
+        media_type="application/json" if is_struct else str(handler.media_type).partition(";")[0],
         other_bodies={status: spec.data_container for status, spec in (handler.responses or {}).items()},
     )
 

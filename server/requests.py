@@ -9,7 +9,7 @@ import msgspec
 from litestar import Request, Response
 
 import jaxpaged
-from jaxpaged.config import LimitsConfig
+from jaxpaged.config import Config, LimitsConfig
 from jaxpaged.errors import InvalidRequestError, ModelNotFoundError, UnsupportedMediaTypeError
 from jaxpaged.request import SamplingParams
 from server.ledger import RequestRecord, record_of
@@ -117,6 +117,11 @@ def check_limits(body: SamplingFields, num_prompts: int, limits: LimitsConfig) -
 def _at_most(field: str, given: int, limit: int, option: str, what: str) -> None:
     if given > limit:
         raise InvalidRequestError(f"{field} takes at most {limit} {what} ({option}), got {given}", param=field)
+
+
+def check_logprobs(field: str, given: int | None, config: Config) -> None:
+    """Raises InvalidRequestError for more likeliest tokens than the server tells."""
+    _at_most(field, given or 0, config.sampling.max_logprobs, "sampling.max_logprobs", "likeliest tokens")
 
 
 def check_messages(messages: Sequence[object], limits: LimitsConfig) -> None:

@@ -19,7 +19,7 @@ from server.protocol.bodies import BodyReader
 from server.protocol.chat import AnswerMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatRequest, ChatResponse, Delta, Message
 from server.protocol.fields import CHAT
 from server.protocol.generation import make_timings
-from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_messages, json_response, sampling_params
+from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_logprobs, check_messages, json_response, sampling_params
 from server.streaming import DONE, event
 from server.tally import Tally, started_stream
 
@@ -56,20 +56,19 @@ async def chat_job(asked: Asked[ChatRequest], engine: EngineClient, reception: R
     body, limits = asked.body, reception.service.config.limits
     check_messages(body.messages, limits)
     check_limits(body, 1, limits)
+    check_logprobs("top_logprobs", body.top_logprobs, reception.service.config)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and body.max_tokens != max_tokens:
-        raise InvalidRequestError(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}: give one of them", param="max_tokens"
-        )
+        raise InvalidRequestError(f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}: give one of them", param=name)
     params = _params(asked, name, max_tokens)
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     ids = await conversation_ids(engine, body.messages, opens, continues, body.chat_template_kwargs)
     ids = cut_prompt(ids, body.truncate_prompt_tokens, engine.max_model_len - (max_tokens or 1))
-    check_length(name, max_tokens, [ids], engine.max_model_len)
+    check_length("messages", [ids], name, max_tokens, engine.max_model_len)
     return Job(request_id=asked.name, prompts=[ids], params=params, priority=body.priority or 0, cache_salt=body.cache_salt)
 
 

@@ -20,7 +20,7 @@ from server.protocol.bodies import BodyReader
 from server.protocol.completions import CompletionChoice, CompletionRequest, CompletionResponse
 from server.protocol.fields import COMPLETIONS
 from server.protocol.generation import make_timings
-from server.requests import FINGERPRINT, Asked, Reception, check_limits, json_response, sampling_params
+from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_logprobs, json_response, sampling_params
 from server.streaming import DONE, event
 from server.tally import Tally, started_stream
 
@@ -58,7 +58,9 @@ async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, 
     """What the engine is asked for. Raises JaxpagedError for what it cannot be."""
     body = asked.body
     prompts = split_prompts(body.prompt)
-    check_limits(body, len(prompts), reception.service.config.limits)
+    config = reception.service.config
+    check_limits(body, len(prompts), config.limits)
+    check_logprobs("logprobs", body.logprobs, config)
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo with logprobs is not served yet: log-probabilities of the prompt are missing", param="echo")
     params = sampling_params(body, max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs)
@@ -70,7 +72,7 @@ async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, 
         if not ids:
             at = f" {index}" if len(many) > 1 else ""
             raise InvalidRequestError(f"The prompt{at} is empty: give at least one token", param="prompt")
-    check_length("max_tokens", body.max_tokens, many, engine.max_model_len)
+    check_length("prompt", many, "max_tokens", body.max_tokens, engine.max_model_len)
     return Job(request_id=asked.name, prompts=many, params=params, priority=body.priority or 0, cache_salt=body.cache_salt)
 
 

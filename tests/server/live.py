@@ -74,7 +74,7 @@ class Reply(NamedTuple):
     @property
     def data(self) -> list[bytes]:
         """What follows `data: ` in each event."""
-        return [part.removeprefix(b"data: ") for part in self.content.split(b"\n\n") if part.startswith(b"data: ")]
+        return [line.removeprefix(b"data: ") for line in self.content.split(b"\n") if line.startswith(b"data: ")]
 
     @property
     def error(self) -> dict[str, Any]:
@@ -141,6 +141,8 @@ class LiveServer:
         finally:
             connection.close()
         self._validate(method, path, reply)
+        if reply.status == 200 and raw is not None:
+            body = json.loads(raw)
         self._count(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
         return reply
 
@@ -236,7 +238,7 @@ class LiveServer:
         end, num_answers = end_of(reply)
         self.counts[end] += 1
         self.num_prompts += num_answers // n
-        if end in (End.FAILED, End.REJECTED, End.REFUSED):
+        if end in (End.FAILED, End.REJECTED, End.REFUSED, End.ABORTED):
             self.num_unsure += 256
 
 
@@ -247,6 +249,9 @@ def end_of(reply: Reply) -> tuple[End, int]:
     if reply.status >= 400:
         return (End.REJECTED if reply.status < 500 else End.FAILED), 0
     bodies = reply.json if reply.is_stream else [reply.json]
+    if bodies and "choices" not in bodies[-1] and (response := bodies[-1].get("response", bodies[-1])).get("object") == "response":
+        ends = {"completed": End.STOP, "incomplete": End.LENGTH, "cancelled": End.ABORTED, "failed": End.FAILED}
+        return ends[response["status"]], len(response["output"])
     if any(body.get("error") for body in bodies):
         return End.FAILED, 0
     if reply.is_stream and b"[DONE]" not in reply.data:
