@@ -178,6 +178,31 @@ def test_killed_it_leaves_nothing_and_its_port_is_free_at_once(tmp_path: Path) -
                 assert admin.exists()
 
 
+def test_out_of_descriptors_it_serves_again_when_there_are_some(tmp_path: Path) -> None:
+    command = ("bash", "-c", 'ulimit -n 64; exec "$@"', "x", sys.executable, str(PROGRAM))
+    with served_process(tmp_path, command=command) as served:
+        served.wait_ready()
+        held = [served.connect() for _ in range(100)]
+        held[0].send(request_bytes("GET", "/livez"))
+        assert held[0].read().status == 200
+        time.sleep(1.5)
+        for connection in held:
+            connection.close()
+        assert served.ask("POST", "/v1/completions", completion()).status == 200
+        assert "no file descriptor is left for new connections" in served.err
+        served.signal(signal.SIGTERM)
+        assert served.status(5) == 0
+        check_clean(served)
+
+
+def test_a_log_that_nobody_reads_does_not_matter(tmp_path: Path) -> None:
+    command = ("bash", "-c", '"$@" 2> >(sleep 0.01)', "x", sys.executable, str(PROGRAM))
+    with served_process(tmp_path, command=command) as served:
+        served.wait_ready()
+        for _ in range(20):
+            assert served.ask("POST", "/v1/completions", completion()).status == 200
+
+
 def test_a_taken_port_is_one_sentence_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
