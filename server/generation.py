@@ -113,11 +113,16 @@ async def last_outputs(engine: EngineClient, job: Job) -> list[RequestOutput]:
                     return output
         raise AssertionError("a request ended without a last output")
 
-    if len(job.prompts) == 1:
-        return [await last(0)]
+    return await all_or_none([last(index) for index in range(len(job.prompts))])
+
+
+async def all_or_none[T](works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, at the same time; the first that raises ends the others. Being cancelled ends them all."""
+    if len(works) == 1:
+        return [await works[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(last(index)) for index in range(len(job.prompts))]
+            tasks = [group.create_task(work) for work in works]
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -107,7 +107,7 @@ BOTH: dict[str, list[tuple[Any, int]]] = {
     "structured_outputs": [({"regex": "("}, BAD), ({}, OK), (None, OK)],
     "guided_json": [({"type": "wat"}, BAD), ("x", BAD), (None, OK)],
     "use_beam_search": [(False, OK), (True, BAD)],
-    "prompt_logprobs": [(None, OK), (-1, BAD), (1, BAD)],
+    "prompt_logprobs": [(0, OK), (20, OK), (21, BAD), (-1, BAD), *NO_INTEGER],
 }
 
 ONLY_TEXT: dict[str, list[tuple[Any, int]]] = {

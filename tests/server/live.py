@@ -27,7 +27,7 @@ from tests.script import free_talk
 from tests.scripted_client import scripted_async_llm
 from tests.server.door_server import TIMEOUT_S, DoorServer, wait_until
 
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score")
 
 SCHEMAS = {
     "/v1/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
@@ -252,6 +252,8 @@ def end_of(reply: Reply) -> tuple[End, int]:
     if bodies and "choices" not in bodies[-1] and (response := bodies[-1].get("response", bodies[-1])).get("object") == "response":
         ends = {"completed": End.STOP, "incomplete": End.LENGTH, "cancelled": End.ABORTED, "failed": End.FAILED}
         return ends[response["status"]], len(response["output"])
+    if "data" in bodies[0]:  # embeddings and scores
+        return End.STOP, len(bodies[0]["data"])
     if any(body.get("error") for body in bodies):
         return End.FAILED, 0
     if reply.is_stream and b"[DONE]" not in reply.data:
