@@ -13,6 +13,7 @@ from jaxpaged import options
 from jaxpaged.cli import build_parser
 from jaxpaged.commands import COMMANDS, by_name
 from jaxpaged.commands.completion import SCRIPTS, bash_script, command_flags
+from jaxpaged.commands.engine_start import SERVER_SECTIONS
 from tests.cli.scripted_engine import run_cli
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +99,7 @@ def test_every_option_has_its_flags_where_the_engine_is_used() -> None:
         flags = set(build_parser(by_name()[command]).flags())
         for option in options.option_table().values():
             wanted = {option.flag, *("--" + alias.replace("_", "-") for alias in option.aliases)}
-            assert (wanted <= flags) == (option.section != "server"), (command, option.path)
+            assert (wanted <= flags) == (option.section not in SERVER_SECTIONS), (command, option.path)
 
 
 @pytest.mark.parametrize("command", ["config", "serve"])

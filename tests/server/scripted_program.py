@@ -22,7 +22,6 @@ from jaxpaged.model_runner import Runner
 from server import command, serving
 from tests.fakes import FailingRunner
 from tests.server.scripted_llm import script_runner, scripted_llm
-from tests.server.small_app import small_app
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0"))
 LOAD_S = float(os.environ.get("SCRIPTED_LOAD_S", "0"))
@@ -60,7 +59,7 @@ def main() -> int:
     """Runs the command."""
     serving.LOCK_GRACE_S = float(os.environ.get("SCRIPTED_LOCK_GRACE_S", serving.LOCK_GRACE_S))
     real_run = command.run
-    command.run = lambda args: real_run(args, make_engine, small_app)  # type: ignore[assignment]
+    command.run = lambda args: real_run(args, make_engine)  # type: ignore[assignment]
     return cli.main(["serve", *sys.argv[1:]])
 
 
