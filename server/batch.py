@@ -40,7 +40,7 @@ class BatchCounts(NamedTuple):
     failed: int
 
 
-async def run_batch(app: App, lines: Iterable[bytes], write: Callable[[bytes], None], *, concurrency: int) -> BatchCounts:
+async def run_batch(app: App, lines: Iterable[bytes], write: Callable[[bytes], object], *, concurrency: int) -> BatchCounts:
     """Answers a batch file.
 
     Args:

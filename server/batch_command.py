@@ -16,6 +16,7 @@ from server.command import make_async_llm
 if TYPE_CHECKING:
     from jaxpaged.engine_client import EngineClient
 
+
 def run(args: argparse.Namespace, make_engine: Callable[[Config, Sequence[Sink]], "EngineClient"] = make_async_llm) -> int:
     """See `jaxpaged.commands`. The status is 0 if every line was answered with 200, else 1.
 
