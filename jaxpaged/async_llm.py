@@ -18,11 +18,12 @@ from jaxpaged.engine_thread import EngineThread
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
-from jaxpaged.intake import Messages, Prompt
+from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -80,6 +81,15 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
         return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
+
+    async def score(
+        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+    ) -> ContinuationScore:
+        """How likely a continuation of a prompt is; see `LLM.score`. Cancelling the task aborts the request."""
+        check_gives_logprobs(self.config)
+        make = functools.partial(self._intake.scoring_request, prompt, continuation, request_id=request_id, priority=priority)
+        outputs = [output async for output in self._request_outputs(make, request_id)]
+        return score_of(outputs[-1])
 
     async def chat_prompt(
         self,
@@ -239,15 +249,19 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    async def _outputs(
+    def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
-        arrival_s = time.monotonic()
-        self.check_health()
         params = params or self._intake.default_params
         if kind is not None and isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=kind)
-        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
+        make = functools.partial(self._intake.request, prompt, params, request_id=request_id, priority=priority)
+        return self._request_outputs(make, request_id)
+
+    async def _request_outputs(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request that is made in the tokenizer pool. Closing the iteration aborts it."""
+        make = functools.partial(make, arrival_s=time.monotonic())
+        self.check_health()
         with self._thread.arriving(request_id) as arrival:
             try:
                 request = await self._on_tokenizer_thread(make)

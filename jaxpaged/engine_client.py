@@ -1,13 +1,16 @@
 """What a server needs of an engine, and a request that has not begun."""
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import JaxpagedError
-from jaxpaged.intake import Messages, Prompt
+from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpaged.scoring import ContinuationScore
 
 
 class Generation:
@@ -49,6 +52,10 @@ class EngineClient(Protocol):
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
+
+    async def score(
+        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+    ) -> "ContinuationScore": ...
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -248,7 +248,9 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 level = Level.INFO
             return level, f"health: {clean(event.state, 32)}{': ' + clean(event.message) if event.message else ''}"
         case events.HttpAnswered():
-            return (Level.INFO if event.end or event.status >= 400 else Level.DEBUG), _answered_text(event)
+            # Who asks a server that starts whether it is ready asks often.
+            is_said = event.end or (event.status >= 400 and event.status != 503)
+            return (Level.INFO if is_said else Level.DEBUG), _answered_text(event)
         case events.LoadChanged():
             return Level.DEBUG, (
                 f"running {event.num_running}, waiting {event.num_waiting}; "

@@ -13,6 +13,12 @@ from server.error_body import error_body, error_headers
 from server.service import Service
 
 
+class DoneBody(msgspec.Struct, frozen=True, kw_only=True):
+    """It is done."""
+
+    done: bool = True
+
+
 class PausedBody(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the engine is paused."""
 
@@ -35,33 +41,38 @@ def create_admin_app(service: Service) -> Litestar:
         return ready
 
     @post("/reset_prefix_cache", status_code=200)
-    async def reset_prefix_cache(request: Request[Any, Any, Any]) -> None:
+    async def reset_prefix_cache(request: Request[Any, Any, Any]) -> DoneBody:
         asked = _query(request, "reset_running_requests")
         await engine().reset_prefix_cache(reset_running_requests=_flag("reset_running_requests", asked, default=False))
+        return DoneBody()
 
     @post("/pause", status_code=200)
-    async def pause(request: Request[Any, Any, Any]) -> None:
+    async def pause(request: Request[Any, Any, Any]) -> DoneBody:
         asked = _query(request, "mode", "clear_cache")
         mode: Any = asked.get("mode", "abort")
         await engine().pause(mode, clear_cache=_flag("clear_cache", asked, default=True))
+        return DoneBody()
 
     @post("/resume", status_code=200)
-    async def resume() -> None:
+    async def resume() -> DoneBody:
         await engine().resume()
+        return DoneBody()
 
     @post("/sleep", status_code=200)
-    async def sleep(request: Request[Any, Any, Any]) -> None:
+    async def sleep(request: Request[Any, Any, Any]) -> DoneBody:
         asked = _query(request, "level", "mode")
         level, mode = asked.get("level", "1"), asked.get("mode", "abort")
         checked: Any = int(level) if level.isascii() and level.isdigit() and len(level) < 3 else level
         named: Any = mode
         await engine().sleep(checked, named)
+        return DoneBody()
 
     @post("/wake_up", status_code=200)
-    async def wake_up(request: Request[Any, Any, Any]) -> None:
+    async def wake_up(request: Request[Any, Any, Any]) -> DoneBody:
         _query(request, "tags")
         tags: Sequence[str] = request.query_params.getall("tags", [])
         await engine().wake_up(tags or None)
+        return DoneBody()
 
     @get("/is_paused", media_type=MediaType.JSON)
     async def is_paused() -> PausedBody:

@@ -9,8 +9,11 @@ from server.requests import Reception
 from server.routes.chat import chat_routes
 from server.routes.completions import completion_routes
 from server.routes.docs import docs_routes
+from server.routes.embeddings import embedding_routes
 from server.routes.health import health_routes
 from server.routes.models import model_routes
+from server.routes.responses import response_routes
+from server.routes.score import score_routes
 from server.routes.tokens import token_routes
 from server.service import Service
 
@@ -22,6 +25,9 @@ def create_app(service: Service) -> Litestar:
         route_handlers=[
             *chat_routes(reception),
             *completion_routes(reception),
+            *response_routes(reception),
+            *embedding_routes(reception),
+            *score_routes(reception),
             *model_routes(reception),
             *token_routes(reception),
             *docs_routes(),

@@ -3,9 +3,11 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpaged.request import CompletionOutput, FinishReason, Logprob
+from jaxpaged.request import LOWEST_LOGPROB, CompletionOutput, FinishReason, Logprob
+from jaxpaged.tokenizer import Tokenizer
 from server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from server.protocol.completions import CompletionLogprobs
+from server.protocol.generation import PromptLogprob
 
 
 class TokenNames(NamedTuple):
@@ -67,17 +69,31 @@ def chat_logprobs(completion: CompletionOutput, num_top: int, names: TokenNames)
     return ChatLogprobs(content)
 
 
+def prompt_logprobs(
+    entries: Sequence[Mapping[int, Logprob] | None] | None,
+) -> list[dict[str, PromptLogprob] | None] | None:
+    """What is told of a prompt's tokens in vLLM's format: by id, the token itself first."""
+    if entries is None:
+        return None
+    return [None if entry is None else _by_id(entry) for entry in entries]
+
+
+def _by_id(entry: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
+    return {str(token_id): PromptLogprob(logprob.logprob, logprob.rank, logprob.decoded_token) for token_id, logprob in entry.items()}
+
+
 class LegacyLogprobs:
     """Makes the log-probabilities of one answer of /v1/completions, piece by piece.
 
     Args:
         num_top: likeliest tokens to tell; the chosen one is always among them.
         names: how tokens are written.
-        offset: characters of the text before the answer.
+        tokenizer: the model's.
+        offset: characters of the text before the first token.
     """
 
-    def __init__(self, num_top: int, names: TokenNames, offset: int = 0) -> None:
-        self._num_top, self._names, self._offset = num_top, names, offset
+    def __init__(self, num_top: int, names: TokenNames, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._num_top, self._names, self._tokenizer, self._offset = num_top, names, tokenizer, offset
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> CompletionLogprobs | None:
         """The entries of the next tokens; an entry of None (the first token of a prompt) has no probability."""
@@ -85,10 +101,13 @@ class LegacyLogprobs:
             return None
         made = CompletionLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, logprobs, strict=True):
-            if entry is None:
-                continue
-            chosen = entry[token_id]
+            chosen = self._unlikely(token_id) if entry is None else entry[token_id]
             made.tokens.append(self._names.name(token_id, chosen, shows_bytes=True))
+            made.text_offset.append(self._next_offset(b"" if token_id in self._names.hidden_ids else chosen.token_bytes))
+            if entry is None:
+                made.token_logprobs.append(None)
+                made.top_logprobs.append(None)
+                continue
             made.token_logprobs.append(chosen.logprob)
             top = {
                 self._names.name(index, logprob, shows_bytes=True): logprob.logprob
@@ -96,8 +115,11 @@ class LegacyLogprobs:
             }
             top.setdefault(made.tokens[-1], chosen.logprob)
             made.top_logprobs.append(top)
-            made.text_offset.append(self._next_offset(b"" if token_id in self._names.hidden_ids else chosen.token_bytes))
         return made
+
+    def _unlikely(self, token_id: int) -> Logprob:
+        """A token that nothing comes before, which therefore has no probability."""
+        return Logprob(LOWEST_LOGPROB, 0, self._tokenizer.token_text(token_id), self._tokenizer.token_bytes[token_id])
 
     def _next_offset(self, token: bytes) -> int:
         """Where a token begins: a part of a character begins where the character does."""

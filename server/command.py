@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from jaxpaged.cli_parser import Parser, add_options, load_options
+from jaxpaged.cli_parser import load_options
 from jaxpaged.config import Config, ServerConfig
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.events import Sink
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
 OTHER_FILES = 256
 """Descriptors beside those of connections: files, logs, libraries."""
-
-
-def add_arguments(parser: Parser) -> None:
-    """See `jaxpaged.commands`."""
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="what to load (the same as --model)")
-    add_options(parser)
 
 
 def make_async_llm(config: Config, sinks: Sequence[Sink]) -> EngineClient:

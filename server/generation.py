@@ -44,14 +44,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
-def check_length(name: str, max_tokens: int | None, prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
-    """An answer that was asked for has to fit in the context beside its prompt.
+def check_length(field: str, prompts: Sequence[Sequence[int]], name: str, max_tokens: int | None, max_model_len: int) -> None:
+    """A prompt has to fit in the context, and an answer that was asked for beside it.
+
+    Args:
+        field: where the prompts came from.
+        name: where `max_tokens` came from.
 
     Raises:
-        ContextLengthError: it does not; naming the field `name`.
+        ContextLengthError: they do not; naming the field.
     """
     longest = max(map(len, prompts), default=0)
-    if max_tokens is not None and longest < max_model_len < longest + max_tokens:
+    if longest >= max_model_len:
+        raise ContextLengthError(
+            f"The prompt has {longest} tokens and the context {max_model_len}, which leaves no room for an answer: "
+            f"shorten {field} to at most {max_model_len - 1} tokens",
+            param=field,
+        )
+    if max_tokens is not None and max_model_len < longest + max_tokens:
         raise ContextLengthError(
             f"The prompt has {longest} tokens and {name} is {max_tokens}, together {longest + max_tokens}, and the context has "
             f"{max_model_len}: lower {name} to at most {max_model_len - longest}, or leave it out",
@@ -63,8 +73,8 @@ def cut_prompt(ids: list[int], limit: int | None, most: int) -> list[int]:
     """The last `limit` ids; -1 stands for `most`. Raises InvalidRequestError for another number under 1."""
     if limit is None:
         return ids
-    if limit != -1 and limit < 1:
-        raise InvalidRequestError(f"truncate_prompt_tokens is -1 or at least 1, got {limit}", param="truncate_prompt_tokens")
+    if limit != -1 and not 1 <= limit < 2**31:
+        raise InvalidRequestError(f"truncate_prompt_tokens is -1 or from 1 to {2**31 - 1}, got {limit}", param="truncate_prompt_tokens")
     return ids[-max(1, most if limit == -1 else limit) :]
 
 
@@ -103,11 +113,16 @@ async def last_outputs(engine: EngineClient, job: Job) -> list[RequestOutput]:
                     return output
         raise AssertionError("a request ended without a last output")
 
-    if len(job.prompts) == 1:
-        return [await last(0)]
+    return await all_or_none([last(index) for index in range(len(job.prompts))])
+
+
+async def all_or_none[T](works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, at the same time; the first that raises ends the others. Being cancelled ends them all."""
+    if len(works) == 1:
+        return [await works[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(last(index)) for index in range(len(job.prompts))]
+            tasks = [group.create_task(work) for work in works]
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -152,11 +167,16 @@ def end_of(outputs: Sequence[RequestOutput]) -> End:
     return End.LENGTH if FinishReason.LENGTH in reasons else End.STOP
 
 
+def request_name(job_id: str, index: int) -> str:
+    """What the engine knows the request of one prompt by."""
+    return f"{job_id}-{index}"
+
+
 def _start(engine: EngineClient, job: Job, index: int, params: SamplingParams) -> AsyncIterator[RequestOutput]:
     prompt: dict[str, Any] = {"prompt_token_ids": job.prompts[index]}
     if job.cache_salt is not None:
         prompt["cache_salt"] = job.cache_salt
-    return aiter(engine.generate(prompt, params, f"{job.request_id}-{index}", priority=job.priority))
+    return aiter(engine.generate(prompt, params, request_name(job.request_id, index), priority=job.priority))
 
 
 async def _together(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncIterator[Outputs]:

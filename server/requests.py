@@ -119,6 +119,18 @@ def _at_most(field: str, given: int, limit: int, option: str, what: str) -> None
         raise InvalidRequestError(f"{field} takes at most {limit} {what} ({option}), got {given}", param=field)
 
 
+def check_num_prompts(field: str, number: int, limits: LimitsConfig) -> None:
+    """Raises InvalidRequestError for too many inputs at once."""
+    _at_most(field, number, limits.max_prompts, "limits.max_prompts", "inputs")
+
+
+def check_prompt_logprobs(body: SamplingFields, config: Config) -> None:
+    """Raises InvalidRequestError for log-probabilities of the prompt in a stream, or too many."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs are not told in a stream: leave out stream, or prompt_logprobs", param="prompt_logprobs")
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, config)
+
+
 def check_logprobs(field: str, given: int | None, config: Config) -> None:
     """Raises InvalidRequestError for more likeliest tokens than the server tells."""
     _at_most(field, given or 0, config.sampling.max_logprobs, "sampling.max_logprobs", "likeliest tokens")

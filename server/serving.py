@@ -6,6 +6,8 @@ raised: it could not start.
 
 import asyncio
 import contextlib
+import errno
+import logging
 import os
 import signal
 import socket
@@ -13,7 +15,7 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jaxpaged import events
 from jaxpaged.config import Config
@@ -31,6 +33,7 @@ from server.service import Service
 from server.startup_report import ready_report
 from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, Watchdog
 
+LOG: Final = logging.getLogger("jaxpaged.server")
 POLL_S = 0.02
 TELL_REST_S = 2.0
 """Time for those that are told that there is no more time."""
@@ -104,6 +107,7 @@ class Serving:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_say_loop_error)
         service, options = self._service, self._service.config.server
         app = behind_front(self._create_app(service), service, self._doors.keys)
         servers = [HttpServer(app, options, self._doors.public, self._doors.tls)]
@@ -216,6 +220,15 @@ class Serving:
         if closing.is_alive():
             self._leave_at_once(0)
         return 0
+
+
+def _say_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What the event loop could not give to anybody; that there are no descriptors left for connections needs no traceback."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        LOG.warning("no file descriptor is left for new connections; raise the limit of open files, or lower server.max_connections")
+    else:
+        loop.default_exception_handler(context)
 
 
 async def _first(waiting: Any, task: "asyncio.Task[None]") -> None:

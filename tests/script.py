@@ -72,14 +72,24 @@ def allowed_id(scripted: int, vocab: int, banned_ids: Iterable[int], slot: SlotR
     return NO_ID if np.isneginf(logits).all() else int(np.argmax(logits))
 
 
-def script_result(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> StepResult:
+def script_result(
+    ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int, prompt: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> StepResult:
     """What a step gives: the ids, and the log-probabilities of the logits in the module's docstring if a row wants any.
 
     Args:
         ids: int32 [seqs], chosen.
         scripted: int32 [seqs], where the logits peak.
         num_logprobs: int32 [seqs], of the packed step.
+        vocab: ids lie below it.
+        prompt: the same three for the tokens of prompts that are scored: what follows, where the logits peak, how many are wanted.
     """
+    rows: Any = script_rows(ids, scripted, num_logprobs, vocab)
+    return StepResult(ids, rows, script_rows(*prompt, vocab))  # type: ignore[arg-type]  # numpy stands for the device's arrays
+
+
+def script_rows(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> Any:
+    """Log-probabilities of `ids` and of the likeliest ones; zeros if no row wants any."""
     num_top = min(MAX_LOGPROBS, vocab)
     distances = np.arange(num_top)
     total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
@@ -87,5 +97,4 @@ def script_result(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarra
     away = np.where(ids == NO_ID, 0, (ids - scripted) % vocab) * is_wanted
     top_ids = ((scripted[:, None] + distances) % vocab * is_wanted).astype(np.int32)
     top = np.broadcast_to((-distances - total) * is_wanted, top_ids.shape).astype(np.float32)
-    rows: Any = LogprobRows(((-away - total) * is_wanted).astype(np.float32), ((away + 1) * is_wanted).astype(np.int32), top_ids, top)  # type: ignore[arg-type]
-    return StepResult(ids, rows)  # type: ignore[arg-type]  # numpy stands for the device's arrays
+    return LogprobRows(((-away - total) * is_wanted).astype(np.float32), ((away + 1) * is_wanted).astype(np.int32), top_ids, top)  # type: ignore[arg-type]

@@ -15,6 +15,9 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.sinks import QueueSink, open_log
 from jaxpaged.startup_progress import open_startup_progress
 
+SERVER_SECTIONS = frozenset({"server", "limits", "metrics"})
+"""Options that mean nothing without a server."""
+
 
 def make_llm(config: Config, sinks: Sequence[Sink], /) -> TextEngine:
     """The real engine."""
@@ -26,7 +29,7 @@ def make_llm(config: Config, sinks: Sequence[Sink], /) -> TextEngine:
 def add_engine_arguments(parser: Parser) -> None:
     """`--verbose` and every option but the server's."""
     parser.add_argument("--verbose", action="store_true", help="show the log on the terminal (the same as --log.level info)")
-    add_options(parser, [path for path, option in option_table().items() if option.section != "server"])
+    add_options(parser, [path for path, option in option_table().items() if option.section not in SERVER_SECTIONS])
 
 
 def add_sampling_arguments(parser: Parser, *, max_tokens: int | None) -> None:
@@ -63,7 +66,9 @@ SAMPLING_FIELDS = (
 )
 
 
-def sampling_params(args: argparse.Namespace, config: Config) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, config: Config, *, logprobs: int | None = None, prompt_logprobs: int | None = None
+) -> SamplingParams:
     """The sampling parameters of a command line; `--seed` seeds each request too, so that a run can be repeated.
 
     Raises:
@@ -71,7 +76,7 @@ def sampling_params(args: argparse.Namespace, config: Config) -> SamplingParams:
     """
     given = {name: vars(args)[name] for name in SAMPLING_FIELDS if vars(args)[name] is not None or name == "max_tokens"}
     seed = config.model.seed if "model.seed" in args.overrides else None
-    return SamplingParams(**given, seed=seed)
+    return SamplingParams(**given, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed)
 
 
 def terminal_config(args: argparse.Namespace, model: str | None = None) -> Config:

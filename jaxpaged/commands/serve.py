@@ -3,14 +3,15 @@
 import argparse
 from importlib import import_module
 
-from jaxpaged.cli_parser import Parser
+from jaxpaged.cli_parser import Parser, add_options
 
 _COMMAND = "server.command"
 
 
 def add_arguments(parser: Parser) -> None:
     """See `commands`."""
-    import_module(_COMMAND).add_arguments(parser)
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="what to load (the same as --model)")
+    add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

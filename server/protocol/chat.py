@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.protocol.generation import SamplingFields, Timings, Usage
+from server.protocol.generation import PromptLogprob, SamplingFields, Timings, Usage
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -99,6 +99,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     system_fingerprint: str
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
 
 

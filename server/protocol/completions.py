@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.protocol.generation import SamplingFields, Timings, Usage
+from server.protocol.generation import PromptLogprob, SamplingFields, Timings, Usage
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -37,6 +37,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):

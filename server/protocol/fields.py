@@ -67,6 +67,7 @@ _ANSWERS: Final = (
     *_served("n frequency_penalty presence_penalty logit_bias stop stream"),
     *_own("stream_options", "include_usage, continuous_usage_stats; include_obfuscation has no effect"),
     *_own("stream_interval", "tokens per event of a stream"),
+    *_own("prompt_logprobs", "0 to 20; not in a stream"),
     *_own("truncate_prompt_tokens", "keep the last so many tokens of the prompt; -1: as many as fit"),
     *_own("return_token_ids", "prompt_token_ids and token_ids in the answer"),
     *_own("return_tokens_as_token_ids", "log-probabilities name tokens token_id:N"),
@@ -80,7 +81,6 @@ _LATER: Final = (
     *_refused("use_beam_search", "beam search is not served over HTTP", False),
     *_refused("best_of", "ask for n answers and choose among them", 1),
     *_refused("length_penalty", "a part of beam search", 1, 1.0),
-    *_refused("prompt_logprobs", "log-probabilities of the prompt are not served yet"),
     *_refused("logprob_token_ids", "not served"),
     *_refused("truncation_side", "prompts are cut at their beginning", "left"),
     *_refused("spaces_between_special_tokens", "not served", True),
@@ -122,7 +122,7 @@ CHAT: Final = (
 
 COMPLETIONS: Final = (
     *_served("model prompt echo logprobs"),
-    *_own("max_tokens", "16 if not given; over the context: refused"),
+    *_own("max_tokens", "16 if not given; over the context: refused; 0 with echo and logprobs: the prompt alone"),
     *_SAMPLING,
     *_ANSWERS,
     *_served("add_special_tokens"),
@@ -134,9 +134,10 @@ COMPLETIONS: Final = (
 )
 
 EMBEDDINGS: Final = (
-    *_served("input model encoding_format dimensions"),
-    *_idle("user"),
-    *_idle("priority request_id"),
+    *_served("input model encoding_format"),
+    *_own("priority", "lower goes first"),
+    *_idle("user request_id"),
+    *_refused("dimensions", "vectors have the model's own width"),
     *_own("truncate_prompt_tokens", "keep the last so many tokens of the input; -1: as many as fit"),
 )
 
@@ -167,11 +168,20 @@ TOKENIZE: Final = (
 
 DETOKENIZE: Final = _served("model tokens")
 
+SCORE: Final = (
+    *_served("model"),
+    *_own("prompt", "ours: a text or token ids"),
+    *_own("continuation", "ours: a text or token ids, or a list of them"),
+    *_own("priority", "lower goes first"),
+    *_own("cache_salt", "only requests with the same salt share cached pages"),
+)
+
 TABLES: Final[Mapping[str, tuple[Field, ...]]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/responses": RESPONSES,
+    "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }

@@ -46,6 +46,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -81,6 +82,14 @@ SAMPLING_NAMES = (
 def sampling_values(body: msgspec.Struct) -> dict[str, Any]:
     """Those of them that were given."""
     return {name: value for name in SAMPLING_NAMES if (value := getattr(body, name)) is not None}
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """How likely a token of the prompt was, or one of the likeliest in its place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

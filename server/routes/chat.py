@@ -11,7 +11,7 @@ from msgspec import UNSET
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.request import CompletionOutput, SamplingParams
-from server.choices import TokenNames, chat_logprobs, finish_reason
+from server.choices import TokenNames, chat_logprobs, finish_reason, prompt_logprobs
 from server.conversation import template_messages
 from server.generation import Job, Outputs, check_length, cut_prompt, end_of, last_outputs, unless_client_leaves
 from server.operations import GENERATION_STATUSES, Operation
@@ -19,7 +19,17 @@ from server.protocol.bodies import BodyReader
 from server.protocol.chat import AnswerMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatRequest, ChatResponse, Delta, Message
 from server.protocol.fields import CHAT
 from server.protocol.generation import make_timings
-from server.requests import FINGERPRINT, Asked, Reception, check_limits, check_logprobs, check_messages, json_response, sampling_params
+from server.requests import (
+    FINGERPRINT,
+    Asked,
+    Reception,
+    check_limits,
+    check_logprobs,
+    check_messages,
+    check_prompt_logprobs,
+    json_response,
+    sampling_params,
+)
 from server.streaming import DONE, event
 from server.tally import Tally, started_stream
 
@@ -57,20 +67,19 @@ async def chat_job(asked: Asked[ChatRequest], engine: EngineClient, reception: R
     check_messages(body.messages, limits)
     check_limits(body, 1, limits)
     check_logprobs("top_logprobs", body.top_logprobs, reception.service.config)
+    check_prompt_logprobs(body, reception.service.config)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and body.max_tokens != max_tokens:
-        raise InvalidRequestError(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}: give one of them", param="max_tokens"
-        )
+        raise InvalidRequestError(f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}: give one of them", param=name)
     params = _params(asked, name, max_tokens)
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     ids = await conversation_ids(engine, body.messages, opens, continues, body.chat_template_kwargs)
     ids = cut_prompt(ids, body.truncate_prompt_tokens, engine.max_model_len - (max_tokens or 1))
-    check_length(name, max_tokens, [ids], engine.max_model_len)
+    check_length("messages", [ids], name, max_tokens, engine.max_model_len)
     return Job(request_id=asked.name, prompts=[ids], params=params, priority=body.priority or 0, cache_salt=body.cache_salt)
 
 
@@ -107,7 +116,8 @@ async def conversation_ids(
 def _params(asked: Asked[ChatRequest], name: str, max_tokens: int | None) -> SamplingParams:
     body = asked.body
     try:
-        return sampling_params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
     except InvalidRequestError as error:
         # The engine's names of two fields are others.
         param = {"max_tokens": name, "logprobs": "top_logprobs"}.get(error.param or "", error.param)
@@ -138,6 +148,7 @@ class _Answer:
             usage=tally.usage(),
             system_fingerprint=FINGERPRINT,
             prompt_token_ids=self._job.prompts[0] if body.return_token_ids else UNSET,
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs) or UNSET,
             timings=make_timings(*tally.timing_values()) if body.timings else UNSET,
         )
 

@@ -122,7 +122,7 @@ class Connection:
 
 def request_bytes(method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
     """A whole request."""
-    given = {"host": "x", **({} if body is None else {"content-length": str(len(body))})}
+    given = {"host": "x", **({} if body is None else {"content-length": str(len(body)), "content-type": "application/json"})}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + (body or b"")

@@ -31,7 +31,7 @@ from tests.script import free_talk
 from tests.scripted_client import scripted_async_llm
 from tests.server.door_server import TIMEOUT_S, DoorServer, wait_until
 
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score")
 
 SCHEMAS = {
     "/v1/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
@@ -78,7 +78,7 @@ class Reply(NamedTuple):
     @property
     def data(self) -> list[bytes]:
         """What follows `data: ` in each event."""
-        return [part.removeprefix(b"data: ") for part in self.content.split(b"\n\n") if part.startswith(b"data: ")]
+        return [line.removeprefix(b"data: ") for line in self.content.split(b"\n") if line.startswith(b"data: ")]
 
     @property
     def error(self) -> dict[str, Any]:
@@ -148,6 +148,8 @@ class LiveServer:
             reply = Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
         finally:
             connection.close()
+        if reply.status == 200 and raw is not None:
+            body = json.loads(raw)
         self.take(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
         return reply
 
@@ -208,6 +210,9 @@ class LiveServer:
         assert ends == {end.value: self.counts[end.value] for end in End}, "the client counted otherwise than the server"
         answered = [event for event in self.log.of(events.HttpAnswered) if event.end]
         assert Counter(event.end for event in answered) == +Counter(ends), "events tell otherwise than the books"
+        registry = self.service.metrics.registry
+        told = {end: registry.get_sample_value("jaxpaged_http_ends_total", {"end": end}) or 0 for end in ends}
+        assert told == ends, "the metrics tell otherwise than the books"
         finished = self.log.of(events.RequestFinished)
         assert sorted(event.request_id for event in finished) == sorted(event.request_id for event in self.log.of(events.RequestQueued))
         assert len(self.log.of(events.RequestReceived)) == len(self.log.of(events.RequestRejected)) + len(finished)
@@ -290,7 +295,7 @@ class LiveServer:
         with self._lock:
             self.counts[end] += 1
             self.num_prompts += num_answers // n
-            if end in (End.FAILED, End.REJECTED, End.REFUSED):
+            if end in (End.FAILED, End.REJECTED, End.REFUSED, End.ABORTED):
                 self.num_unsure += 256
 
 
@@ -301,6 +306,11 @@ def end_of(reply: Reply) -> tuple[End, int]:
     if reply.status >= 400:
         return (End.REJECTED if reply.status < 500 else End.FAILED), 0
     bodies = reply.json if reply.is_stream else [reply.json]
+    if bodies and "choices" not in bodies[-1] and (response := bodies[-1].get("response", bodies[-1])).get("object") == "response":
+        ends = {"completed": End.STOP, "incomplete": End.LENGTH, "cancelled": End.ABORTED, "failed": End.FAILED}
+        return ends[response["status"]], len(response["output"])
+    if "data" in bodies[0]:  # embeddings and scores
+        return End.STOP, len(bodies[0]["data"])
     if any(body.get("error") for body in bodies):
         return End.FAILED, 0
     if reply.is_stream and b"[DONE]" not in reply.data:

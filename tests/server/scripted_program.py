@@ -2,7 +2,7 @@
 
 In the environment: SCRIPTED_STEP_S, the length of a step; SCRIPTED_LOAD_S, that of the start; SCRIPTED_FAULT, what goes wrong from the
 step SCRIPTED_FAULT_STEP on: `raise`, `hang` (for ever), `lock` (for ever, with the interpreter lock held). SCRIPTED_LOCK_GRACE_S is how
-much longer than the watchdog's limit that lock may be held. SCRIPTED_APP=whole: the real app instead of a small one.
+much longer than the watchdog's limit that lock may be held.
 """
 
 import ctypes
@@ -22,7 +22,6 @@ from jaxpaged.model_runner import Runner
 from server import command, serving
 from tests.fakes import FailingRunner
 from tests.server.scripted_llm import script_runner, scripted_llm
-from tests.server.small_app import small_app
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0"))
 LOAD_S = float(os.environ.get("SCRIPTED_LOAD_S", "0"))
@@ -60,8 +59,7 @@ def main() -> int:
     """Runs the command."""
     serving.LOCK_GRACE_S = float(os.environ.get("SCRIPTED_LOCK_GRACE_S", serving.LOCK_GRACE_S))
     real_run = command.run
-    create_app = command.make_app if os.environ.get("SCRIPTED_APP") == "whole" else small_app
-    command.run = lambda args: real_run(args, make_engine, create_app)  # type: ignore[assignment]
+    command.run = lambda args: real_run(args, make_engine)  # type: ignore[assignment]
     return cli.main(["serve", *sys.argv[1:]])
 
 

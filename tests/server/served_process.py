@@ -6,14 +6,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.server.door_server import Answer, Connection
+import msgspec
+
+from tests.server.door_server import Answer, Connection, request_bytes
 
 PROGRAM = Path(__file__).with_name("scripted_program.py")
+COMMAND = (sys.executable, str(PROGRAM))
 START_TIMEOUT_S = 60.0
+
+
+def completion(max_tokens: int = 4, **fields: Any) -> bytes:
+    """A body for /v1/completions."""
+    return msgspec.json.encode({"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **fields})
 
 
 class ServedProcess:
@@ -22,16 +31,17 @@ class ServedProcess:
     Args:
         folder: for its files.
         arguments: of the command line; `--port 0` unless there is a port among them.
+        command: the program; the scripted one unless another is given.
         environment: beside what every test has; see `scripted_program`.
     """
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = COMMAND, **environment: str) -> None:
         self._out, self._err = folder / "out.txt", folder / "err.txt"
         port = () if "--port" in arguments else ("--port", "0")
         kept = {name: value for name, value in os.environ.items() if not name.startswith("JAXPAGED_")}
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), *port, *arguments],
+                [*command, *port, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -80,8 +90,8 @@ class ServedProcess:
     def stream(self, max_tokens: int) -> Connection:
         """Begins a stream, and returns when its first token is there."""
         connection = self.connect()
-        body = b'{"stream": true, "max_tokens": %d}' % max_tokens
-        connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        body = completion(max_tokens, stream=True)
+        connection.send(request_bytes("POST", "/v1/completions", body))
         connection.read_until(b"data: ")
         return connection
 
@@ -124,9 +134,9 @@ class ServedProcess:
 
 
 @contextmanager
-def served_process(folder: Path, *arguments: str, **environment: str) -> Iterator[ServedProcess]:
+def served_process(folder: Path, *arguments: str, command: Sequence[str] = COMMAND, **environment: str) -> Iterator[ServedProcess]:
     """One that is gone at the end."""
-    served = ServedProcess(folder, *arguments, **environment)
+    served = ServedProcess(folder, *arguments, command=command, **environment)
     try:
         yield served
     finally:

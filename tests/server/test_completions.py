@@ -82,6 +82,69 @@ def test_log_probabilities_of_both_formats_agree(server: LiveServer) -> None:
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text["text"]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_with_log_probabilities_tells_the_prompt_as_well(server: LiveServer, is_streamed: bool, n: int) -> None:
+    """O-10, O-11: entries for prompt and answer, the first of them null; offsets into the whole text."""
+    prompt = "hello two words the end"
+    ids = server.post("/tokenize", {"prompt": prompt}).json["tokens"]
+    reply = server.complete(prompt, echo=True, logprobs=2, n=n, stream=is_streamed)
+    found: dict[int, dict[str, Any]] = {}
+    for body in reply.json if is_streamed else [reply.json]:
+        for choice in body["choices"]:
+            lists = found.setdefault(choice["index"], {name: [] for name in choice["logprobs"]})
+            for name, entries in choice["logprobs"].items():
+                lists[name] += entries
+    plain = server.complete(prompt, logprobs=2, n=n).json["choices"]
+    for index in range(n):
+        text, lists = reply.texts[index], found[index]
+        assert text == prompt + plain[index]["text"]
+        assert {len(entries) for entries in lists.values()} == {len(ids) + 8}
+        assert lists["token_logprobs"][0] is lists["top_logprobs"][0] is None
+        assert None not in lists["token_logprobs"][1:]
+        assert all(token in top for token, top in zip(lists["tokens"][1:], lists["top_logprobs"][1:], strict=True))
+        assert "".join(lists["tokens"]) == text
+        for offset, token in zip(lists["text_offset"], lists["tokens"], strict=True):
+            assert text[offset:].startswith(token)
+        assert lists["token_logprobs"][len(ids) :] == plain[index]["logprobs"]["token_logprobs"]
+
+
+def test_a_prompt_alone_is_told_without_an_answer(server: LiveServer) -> None:
+    reply = server.complete("hello two words", echo=True, logprobs=1, max_tokens=0)
+    (choice,) = reply.json["choices"]
+    assert (choice["text"], choice["finish_reason"], reply.json["usage"]["completion_tokens"]) == ("hello two words", "length", 0)
+    assert choice["logprobs"]["tokens"] == ["hello", " two", " words"]
+    assert choice["logprobs"] == {
+        name: entries[:3]
+        for name, entries in server.complete("hello two words", echo=True, logprobs=1, max_tokens=1).json["choices"][0]["logprobs"].items()
+    }
+    for fields in ({}, {"logprobs": 1}, {"echo": True}):
+        assert server.complete("x", max_tokens=0, **fields).error["param"] == "max_tokens"
+
+
+def test_all_ways_to_echo_and_tell(server: LiveServer) -> None:
+    for echo in (None, False, True):
+        for logprobs in (None, 0, 1):
+            for is_streamed in (False, True):
+                reply = server.complete("all ways", echo=echo, logprobs=logprobs, stream=is_streamed)
+                assert reply.status == 200
+                assert reply.text.startswith("all ways") == bool(echo)
+
+
+def test_log_probabilities_of_prompts_in_vllms_format(server: LiveServer) -> None:
+    ids = server.post("/tokenize", {"prompt": "hello two words"}).json["tokens"]
+    told = server.complete(ids, prompt_logprobs=1).json["choices"][0]["prompt_logprobs"]
+    assert told[0] is None
+    for token_id, entry in zip(ids[1:], told[1:], strict=True):
+        assert next(iter(entry)) == str(token_id)
+        assert len(entry) == 2
+        assert entry[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
+    chat = server.chat("x", prompt_logprobs=0).json
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    for ask in (server.chat, server.complete):
+        assert ask("x", prompt_logprobs=1, stream=True).error["param"] == "prompt_logprobs"
+
+
 def test_a_chosen_token_that_is_not_among_the_likeliest_is_told_too(server: LiveServer) -> None:
     """A bias chooses another token than the model would."""
     reply = server.complete("bias", max_tokens=2, logprobs=1, logit_bias={"70": 100})

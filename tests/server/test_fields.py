@@ -13,8 +13,10 @@ from server.protocol import fields
 from server.protocol.bodies import BodyReader
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
+from server.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from server.protocol.fields import TABLES, Use
 from server.protocol.models import DetokenizeRequest, TokenizeRequest
+from server.protocol.responses import ResponsesRequest
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS: dict[str, Any] = json.loads((ROOT / "tests" / "openai" / "inference-openapi.json").read_text())["components"]["schemas"]
@@ -43,6 +45,9 @@ VLLM = {
 STRUCTS = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -90,7 +95,12 @@ REFUSED = [(path, field) for path in STRUCTS for field in TABLES[path] if field.
 
 @pytest.mark.parametrize(("path", "field"), REFUSED, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_refused_fields_pass_only_when_they_ask_for_nothing(path: str, field: fields.Field) -> None:
-    required = {"/v1/chat/completions": {"messages": []}, "/v1/completions": {"prompt": "a"}}.get(path, {})
+    required = {
+        "/v1/chat/completions": {"messages": []},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/embeddings": {"input": "a"},
+    }.get(path, {})
     reader: BodyReader[Any] = BodyReader(STRUCTS[path], TABLES[path])
     for value in (None, [], {}, *field.passes):
         assert reader.read(msgspec.json.encode({**required, field.name: value})).ignored == ()

@@ -27,7 +27,7 @@ from tests.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("system")]
 
-WHOLE = {**SLOW, "SCRIPTED_APP": "whole"}
+WHOLE = SLOW
 
 
 def sizes(gate: int, night: int) -> list[object]:

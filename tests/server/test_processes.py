@@ -1,5 +1,7 @@
 """How server processes start and end: signals, drains, deaths; nothing is left behind, and the exit status says why."""
 
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.served_process import PROGRAM, ServedProcess, served_process
+from tests.server.door_server import request_bytes
+from tests.server.served_process import PROGRAM, ServedProcess, completion, served_process
+from tests.tiny_model import write_tiny_llama
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.jax, pytest.mark.tier("system")]
 
@@ -37,7 +43,7 @@ def test_told_to_stop_it_ends_what_runs_and_takes_nothing_new(tmp_path: Path) ->
         assert admin.exists()
         told_s = served.signal(signal.SIGTERM)
         time.sleep(0.2)
-        refused = served.ask("POST", "/v1/completions", b"{}")
+        refused = served.ask("POST", "/v1/completions", completion())
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "server_draining", "5")
         assert [served.ask("GET", path).status for path in ("/livez", "/readyz", "/health")] == [200, 503, 503]
         for stream in streams:
@@ -55,7 +61,7 @@ def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
         served.wait_ready()
         stream = served.stream(500)
         whole = served.connect()
-        whole.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 19\r\n\r\n" + b'{"max_tokens": 500}')
+        whole.send(request_bytes("POST", "/v1/completions", completion(500)))
         time.sleep(0.2)
         told_s = served.signal(signal.SIGTERM)
         answer = whole.read()
@@ -93,7 +99,7 @@ def test_while_it_loads_it_answers_and_can_be_stopped(tmp_path: Path, number: si
         answer = served.ask("GET", "/readyz")
         assert (answer.status, answer.json["status"], answer.json["phase"], answer.json["total"]) == (503, "starting", "load", 10)
         assert served.ask("GET", "/livez").status == 200
-        refused = served.ask("POST", "/v1/completions", b"{}")
+        refused = served.ask("POST", "/v1/completions", completion())
         assert (refused.status, refused.code) == (503, "server_starting")
         told_s = served.signal(number)
         assert served.status(5) == 0
@@ -172,6 +178,31 @@ def test_killed_it_leaves_nothing_and_its_port_is_free_at_once(tmp_path: Path) -
                 assert admin.exists()
 
 
+def test_out_of_descriptors_it_serves_again_when_there_are_some(tmp_path: Path) -> None:
+    command = ("bash", "-c", 'ulimit -n 64; exec "$@"', "x", sys.executable, str(PROGRAM))
+    with served_process(tmp_path, command=command) as served:
+        served.wait_ready()
+        held = [served.connect() for _ in range(100)]
+        held[0].send(request_bytes("GET", "/livez"))
+        assert held[0].read().status == 200
+        time.sleep(1.5)
+        for connection in held:
+            connection.close()
+        assert served.ask("POST", "/v1/completions", completion()).status == 200
+        assert "no file descriptor is left for new connections" in served.err
+        served.signal(signal.SIGTERM)
+        assert served.status(5) == 0
+        check_clean(served)
+
+
+def test_a_log_that_nobody_reads_does_not_matter(tmp_path: Path) -> None:
+    command = ("bash", "-c", '"$@" 2> >(sleep 0.01)', "x", sys.executable, str(PROGRAM))
+    with served_process(tmp_path, command=command) as served:
+        served.wait_ready()
+        for _ in range(20):
+            assert served.ask("POST", "/v1/completions", completion()).status == 200
+
+
 def test_a_taken_port_is_one_sentence_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -183,3 +214,54 @@ def test_a_taken_port_is_one_sentence_before_anything_is_loaded(tmp_path: Path) 
     assert done.stderr == (
         f"jaxpaged: cannot listen on port {port} of 127.0.0.1: it is taken by another program; choose another one with --port\n"
     )
+
+
+def test_a_real_model_from_the_command_line(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Nothing scripted: load, pool, programs; two samples of a text; the report's figures; an end in the middle of a stream."""
+    model = tmp_path / "tiny"
+    model.mkdir()
+    write_tiny_llama(model)
+    options = ("--model", str(model), "--served-model-name", "tiny", "--enable-prefix-caching", "--max-num-seqs", "8")
+    small = ("--max-num-batched-tokens", "16", "--compilation.token-buckets", "16", "--cache.memory", "1MiB")
+    command, cache = (sys.executable, "-m", "server"), pytestconfig.cache
+    assert cache is not None
+    programs = ("--compilation.cache-dir", str(cache.mkdir("programs")))
+    with served_process(tmp_path, *options, *small, *programs, command=command, PYTHONPATH=str(ROOT)) as served:
+        served.wait_ready()
+        assert re.search(
+            r"^tiny: ready in [0-9.]+ s \(resolve [0-9.]+, load [0-9.]+, pool [0-9.]+, compile [0-9.]+\)$", served.out, re.MULTILINE
+        )
+        assert re.search(r"^  page pool +[0-9.]+ MiB$", served.out, re.MULTILINE)
+        first, again = (served.ask("POST", "/v1/completions", completion(8, model="tiny")) for _ in range(2))
+        assert first.status == again.status == 200
+        assert first.json["choices"] == again.json["choices"]
+        assert served.ask("GET", "/health").json == {"status": "ready"}
+        stream = served.stream(300)
+        served.signal(signal.SIGTERM)
+        assert stream.read().body.endswith(b"data: [DONE]\n\n")
+        assert served.status(15) == 0
+        check_clean(served)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--model", "/no/such/model"), "no/such/model"),
+        (("--model", "org/name", "--offline"), "org/name"),
+        (("--port", "70000"), "server.port must be an integer from 0 to 65535"),
+        (("--tensor-parallel-size", "3"), "tensor_parallel_size 3 is not served yet"),
+        (("--ssl-certfile", "/no/cert.pem"), "cannot read ssl_certfile /no/cert.pem"),
+        (("--server.api-key-file", "/no/keys"), "cannot read the key file /no/keys"),
+        (("--host", "no.such.host.invalid"), "the name is not known"),
+        (("--unknown-flag",), "unknown option --unknown-flag"),
+        (("--quantization", "awq"), "quantization 'awq' is not served yet"),
+    ],
+)
+def test_bad_starts_are_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAXPAGED_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "server", *(() if "--port" in arguments else ("--port", "0")), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxpaged: ")]
+    assert sentence in line
+    assert "Traceback" not in done.stderr

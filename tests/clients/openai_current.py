@@ -1,0 +1,84 @@
+"""`python openai_current.py BASE_URL MODEL`: what users of openai-python do, against a live server. Needs nothing but openai."""
+
+import asyncio
+import sys
+
+import openai
+
+
+def main(base_url: str, model: str) -> None:
+    client = openai.OpenAI(base_url=base_url, api_key="EMPTY", max_retries=0)
+    messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Say hello."}]
+
+    chat = client.chat.completions.create(model=model, messages=messages, max_completion_tokens=12, temperature=0, seed=1)
+    text = chat.choices[0].message.content
+    assert text
+    assert chat.choices[0].finish_reason in ("stop", "length")
+    assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+
+    stream = client.chat.completions.create(
+        model=model, messages=messages, max_completion_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == chat.usage.completion_tokens
+
+    with client.chat.completions.stream(model=model, messages=messages, max_completion_tokens=12, temperature=0) as events:
+        kinds = {event.type for event in events}
+        snapshot = events.current_completion_snapshot
+    assert snapshot.choices[0].message.content == text
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+
+    openai.api_key, openai.base_url = "EMPTY", f"{base_url}/"
+    assert openai.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0).choices[0].message.content == text
+
+    raw = client.chat.completions.with_raw_response.create(
+        model=model, messages=messages, max_completion_tokens=2, extra_headers={"x-request-id": "mine-1"}
+    )
+    assert raw.headers["x-request-id"] == "mine-1"
+    assert raw.parse()._request_id == "mine-1"
+
+    told = client.chat.completions.create(
+        model=model, messages=messages, max_completion_tokens=3, temperature=0, logprobs=True, top_logprobs=2, n=2
+    )
+    assert [choice.index for choice in told.choices] == [0, 1]
+    assert all(len(entry.top_logprobs) == 2 for entry in told.choices[0].logprobs.content)
+
+    completion = client.completions.create(model=model, prompt=["One, two,", "A, B,"], max_tokens=5, temperature=0, logprobs=1)
+    assert len(completion.choices) == 2
+    assert completion.choices[0].logprobs.tokens
+    pieces = list(client.completions.create(model=model, prompt="One, two,", max_tokens=5, temperature=0, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == completion.choices[0].text
+
+    assert [card.id for card in client.models.list()] == [model]
+    assert client.models.retrieve(model).id == model
+    for wrong, kind in (({"model": "nobody"}, openai.NotFoundError), ({"max_completion_tokens": -1}, openai.BadRequestError)):
+        try:
+            client.chat.completions.create(**{"model": model, "messages": messages, **wrong})
+        except kind as error:
+            assert error.param == next(iter(wrong))
+            assert error.body["message"]
+        else:
+            raise AssertionError(f"{wrong} was taken")
+
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", max_retries=0) as many:
+            asking = [
+                many.chat.completions.create(model=model, messages=messages, max_completion_tokens=12, temperature=0) for _ in range(4)
+            ]
+            answers = await asyncio.gather(*asking)
+            assert {answer.choices[0].message.content for answer in answers} == {text}
+            streamed = ""
+            async for chunk in await many.chat.completions.create(
+                model=model, messages=messages, max_completion_tokens=12, temperature=0, stream=True
+            ):
+                streamed += chunk.choices[0].delta.content or ""
+            assert streamed == text
+
+    asyncio.run(ask())
+    print("passed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
