@@ -211,7 +211,7 @@ def test_what_clients_name_cannot_forge_lines(chat_tokenizer: Tokenizer, tmp_pat
         for name in HOSTILE_NAMES:
             assert server.complete("x", model=name).status == 404
             assert server.complete("x", **{name: 1}).status == 200
-            assert server.complete("x", user=name, metadata={name: name}, cache_salt=name).status == 200
+            assert server.complete("x", user=name, metadata={name: name}, cache_salt=name[:100]).status == 200
             quoted = "".join(f"%{byte:02x}" for byte in name[:500].encode())
             assert server.get(f"/v1/models/{quoted}").status == 404
             assert server.get(f"/{quoted}").status == 404
@@ -252,7 +252,7 @@ def test_names_that_nobody_knows_make_no_series(server: LiveServer, number: int)
             assert server.get(f"/path-{index}").status == 404
             assert server.get(f"/v1/models/model-{index}").status == 404
             server.request("POST", TEXT, {"prompt": "x", "max_tokens": 1, f"field_{index}": 1}, {"user-agent": f"agent-{index}"})
-            server.request(f"METHOD{'ABCDEFGHIJ'[index // 10 % 10]}", "/v1/models")
+            assert server.request(("PROPFIND", "LOCK", "MKCOL", "TRACE", "PURGE")[index // 10 % 5], "/v1/models").status == 405
 
     for index in range(20):
         ask(index)
@@ -337,7 +337,7 @@ def test_no_name_of_a_request_reaches_the_file_system(server: LiveServer, monkey
     for module, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "stat"), (os, "lstat"), (os, "listdir"), (os, "scandir")):
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
     for name in PATHS:
-        for body in ({"model": name}, {"user": name}, {"cache_salt": name or "x"}, {"metadata": {"file": name}}, {"lora_path": name}):
+        for body in ({"model": name}, {"user": name}, {"cache_salt": name[:100] or "x"}, {"metadata": {"file": name}}, {"lora_path": name}):
             assert server.complete("x", **body).status in (200, 404)
         quoted = "".join(f"%{byte:02x}" for byte in name.encode())
         for path in (f"/v1/models/{quoted}", f"/docs/{quoted}", f"/{quoted}"):
