@@ -17,7 +17,9 @@ import pytest
 from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import MIB, Config, LogConfig, SchedulerConfig
+from jaxpaged.mailbox import Mailbox
 from jaxpaged.page_manager import PageManager
+from jaxpaged.request import RequestOutput
 from jaxpaged.tokenizer import Tokenizer
 from server.ledger import End, Ledger
 from server.prometheus_sink import PrometheusSink
@@ -144,14 +146,13 @@ def figure_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_mix(patch: pytest.MonkeyPatch) -> None:
-    """The 50th output goes to whoever asked last."""
-    from jaxpaged.mailbox import Mailbox
+    """Every 20th output that is not the last of its request goes to another one."""
+    real, calls, last = Mailbox.put, iter(range(1, 10**9)), list[Mailbox]()
 
-    real, calls, last = Mailbox.put, iter(range(1, 10**9)), [None]
-
-    def put(self: Mailbox, output: object) -> None:
-        target, last[0] = (last[0] or self) if next(calls) % 50 == 0 else self, self  # type: ignore[assignment, func-returns-value]
-        real(target, output)  # type: ignore[arg-type]
+    def put(self: Mailbox, output: RequestOutput) -> None:
+        is_astray = bool(last) and not output.finished and next(calls) % 20 == 0
+        real(last[0] if is_astray else self, output)
+        last[:] = [self]
 
     patch.setattr(Mailbox, "put", put)
 

@@ -312,7 +312,10 @@ class Failed:
             env={**kept, "JAXPAGED_HOME": str(folder), "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
         ) as process:
-            self.out, self.err = process.communicate(timeout=60)
+            try:
+                self.out, self.err = process.communicate(timeout=60)
+            finally:
+                process.kill()
             self.status = process.returncode
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -356,16 +359,19 @@ def test_bad_model_folders(tmp_path: Path, import_s: float, fault: str) -> None:
     Failed(tmp_path, model_folder(tmp_path, BAD_FOLDERS[fault])).check(import_s)
 
 
-def test_code_of_a_model_is_never_run(tmp_path: Path, import_s: float) -> None:
-    """A folder whose config names modules of its own: they are not imported, whatever becomes of the start."""
-    planted = "open('planted', 'w').close()\n"
-
-    def spoil(folder: Path) -> None:
-        edit_config(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}, model_type="evil")(folder)
-        (folder / "evil.py").write_text(planted)
-        (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
-
-    Failed(tmp_path, model_folder(tmp_path, spoil)).check(import_s)
+def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:
+    """A folder whose config names modules of its own: the model is served, or refused, and they are not imported."""
+    model_folder(tmp_path, edit_config(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}))
+    folder = tmp_path / "model"
+    (folder / "evil.py").write_text("open('planted', 'w').close()\n")
+    tokenizer = folder / "tokenizer_config.json"
+    given = json.loads(tokenizer.read_text()) if tokenizer.exists() else {}
+    tokenizer.write_text(json.dumps({**given, "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
+    small = ("--model", str(folder), "--compilation.token-buckets", "2", "--max-num-batched-tokens", "2", "--cache.memory", "1MiB")
+    with served_process(tmp_path, *small, SCRIPTED_MODEL="real") as served:
+        served.wait_ready()
+        answer = served.connect().request("POST", "/v1/completions", b'{"prompt": "x"}', content_type="application/json")
+        assert answer.status == 200
     assert not list(tmp_path.rglob("planted"))
 
 

@@ -85,7 +85,7 @@ def test_answers_are_declared(small_server: LiveServer, name: str, number: int) 
     fuzz(operation_of(DOCUMENT, name), small_server.port, number, then)
     small_server.after_check()
     if name.startswith("POST"):
-        assert 400 in statuses, "no wrong body was wrong"
+        assert statuses & {400, 404}, "no wrong body was wrong"
 
 
 ANSWER = Operation(summary="Planted", tag="x", body=TokenizeRequest, answer=TokenizeResponse, statuses=(400,))
