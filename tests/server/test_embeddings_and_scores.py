@@ -10,6 +10,7 @@ import pytest
 from jaxpaged.errors import RequestFailedError
 from jaxpaged.tokenizer import Tokenizer
 from server.ledger import End
+from tests.server.door_server import wait_until
 from tests.server.live import LiveServer, live_server
 
 pytestmark = pytest.mark.jax
@@ -84,7 +85,7 @@ def test_what_is_no_input(embedding_server: LiveServer, fields: dict[str, Any], 
 
 def test_one_failure_fails_the_request(embedding_server: LiveServer) -> None:
     assert embedding_server.post("/v1/embeddings", {"input": [[5], [13], [6]]}).status == 500
-    assert embedding_server.service.ledger.ends()[End.FAILED] == 1
+    wait_until(lambda: embedding_server.service.ledger.ends()[End.FAILED] == 1)
 
 
 def test_scores_are_those_of_the_engine(server: LiveServer) -> None:

@@ -126,7 +126,7 @@ def test_a_burst_into_a_short_queue(chat_tokenizer: Tokenizer) -> None:
         def ask(index: int) -> None:
             gate.wait()
             begun_s = time.monotonic()
-            reply = server.complete([5, 6, 7 + index % 200], max_tokens=30, stream=index % 2 == 0)
+            reply = server.complete([5, 6, 7 + index % 200], max_tokens=15, stream=index % 2 == 0)
             replies.append((reply.status, time.monotonic() - begun_s))
 
         threads = [threading.Thread(target=ask, args=(index,)) for index in range(200)]
