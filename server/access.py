@@ -6,6 +6,7 @@ import secrets
 
 from server.asgi_types import App, Message, Receive, Scope, Send, header_of
 from server.ledger import GENERATION_PATHS, RECORD_KEY, RequestRecord
+from server.phase import Phase
 from server.service import Service
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]+")
@@ -41,7 +42,10 @@ class AccessLayer:
             nonlocal is_complete
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]}
+                ours = [(b"x-request-id", record.request_id.encode())]
+                if service.phase is Phase.DRAINING:
+                    ours.append((b"connection", b"close"))  # the client's next request is for another server
+                message = {**message, "headers": [*message.get("headers", ()), *ours]}
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 is_complete = True
             await send(message)

@@ -1,6 +1,7 @@
 """API keys and other origins: nothing but health is open to who has no key, and no page may call unless it is named."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from jaxpaged.config import Config, LogConfig, MetricsConfig, ServerConfig
 from jaxpaged.errors import ConfigError
+from server.app import create_app
 from server.auth import HEALTH_PATHS, ApiKeys, read_keys
 from tests.fakes import EventLog
 from tests.server.door_server import DoorServer, door_server, request_bytes
@@ -84,6 +86,16 @@ def test_keys(server: DoorServer, header: str, status: int) -> None:
     answer = connection.read()
     assert answer.status == status
     assert b"sk-" not in answer.body
+
+
+def test_every_route_of_the_whole_app_asks_for_a_key() -> None:
+    with door_server(create_app=create_app, keys=KEYS) as whole:  # type: ignore[arg-type]
+        routes = {re.sub(r"\{[^}]*\}", "x", route.path) for route in create_app(whole.service).routes}
+        assert len(routes) > 15
+        connection = whole.connect()
+        for path in sorted(routes):
+            statuses = {connection.request(method, path, key).status for method in ("GET", "POST") for key in (None, b"{}")}
+            assert statuses <= ({401, 503, 200} if path in HEALTH_PATHS else {401}), path
 
 
 def test_a_body_is_not_read_before_the_key(server: DoorServer) -> None:

@@ -111,6 +111,7 @@ def test_draining_and_stopped(gate: Gate) -> None:
         answer = server.ask("POST", "/v1/completions", b"{}")
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "server_draining", "5")
         assert server.ask("GET", "/readyz").json == {"status": "draining", "reason": "the server is about to stop"}
+        assert answer.headers["connection"] == "close", "the next request is for another server"
         server.service.stop()
         assert statuses(server) == (200, 503)
 

@@ -9,6 +9,7 @@ from jaxpaged import events
 from jaxpaged.config import Config
 from jaxpaged.sinks import json_line
 from server import metrics
+from server.app import create_app
 from server.prometheus_sink import Histogram, PrometheusSink
 from server.service import Service
 from tests.fakes import EventLog
@@ -95,6 +96,16 @@ def test_clients_cannot_make_series() -> None:
         new = set(figures(rendered(server.service.metrics))) - names
     assert len(new) <= 4
     assert all('path="none"' in name for name in new if "path=" in name), new
+
+
+def test_a_name_in_a_path_is_no_label() -> None:
+    with door_server(create_app=create_app) as server:  # type: ignore[arg-type]
+        connection = server.connect()
+        for number in range(20):
+            connection.request("GET", f"/v1/models/org/name-{number}")
+        wait_until(lambda: server.service.ledger.num_open == 0)
+        assert "name-" not in rendered(server.service.metrics)
+        assert 'path="/v1/models/' in rendered(server.service.metrics)
 
 
 def test_they_are_made_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
