@@ -5,13 +5,14 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxpaged.api import open_own_sinks, settle_config
 from jaxpaged.config import Config
+from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_client import EngineClient, Generation
 from jaxpaged.engine_control import Pause, PauseMode, check_flag, wake_tags
 from jaxpaged.engine_thread import EngineThread
@@ -22,7 +23,7 @@ from jaxpaged.intake import Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Pooling, Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -80,6 +81,15 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
         return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+    ) -> EmbeddingRequestOutput:
+        """A prompt as a vector; see `LLM.embed`. Cancelling the task aborts the request."""
+        check_pooling(pooling, normalize)
+        make = functools.partial(self._intake.embedding_request, prompt, pooling, request_id=request_id, priority=priority)
+        outputs = [output async for output in self._request_outputs(make, request_id)]
+        return embedding_of(outputs[-1], normalize=normalize)
 
     async def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
@@ -207,16 +217,20 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    async def _outputs(
+    def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
-        arrival_s = time.monotonic()
-        self.check_health()
         params = params or self._intake.default_params
         if kind is not None and isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=kind)
+        make = functools.partial(self._intake.request, prompt, params, request_id=request_id, priority=priority)
+        return self._request_outputs(make, request_id)
+
+    async def _request_outputs(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request that is made in the tokenizer pool. Closing the iteration aborts it."""
+        make = functools.partial(make, arrival_s=time.monotonic())
+        self.check_health()
         loop = asyncio.get_running_loop()
-        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
         with self._thread.arriving(request_id) as arrival:
             try:
                 making = loop.run_in_executor(self._tokenizer_pool, make)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxpaged import events
 from jaxpaged.clocks import REAL_CLOCKS, Clocks, Timer
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.embeddings import pooled_rows
 from jaxpaged.engine_control import EngineControl
 from jaxpaged.engine_events import EngineEvents, StepTimes
 from jaxpaged.errors import EngineDeadError, JaxpagedError
@@ -217,6 +218,7 @@ class Engine:
         self.scheduler.observe(step, timer.last - max(started.started_s, self._last_done_s))
         self._last_done_s = timer.last
         awaited = [row for row, token_id in zip(step.rows, ids, strict=False) if row.is_awaited and (row.samples or token_id == NO_ID)]
+        self._requests.take_pooled(pooled_rows(step, started.ids))
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()

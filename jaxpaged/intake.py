@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from jaxpaged.counts import counted
+from jaxpaged.embeddings import EMBEDDING_PARAMS
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams
+from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Pooling, Request, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -118,6 +119,13 @@ class Intake:
             priority=priority,
             cache_salt=cache_salt,
         )
+
+    def embedding_request(
+        self, prompt: Prompt, pooling: Pooling, *, arrival_s: float, request_id: str | None = None, priority: int = 0
+    ) -> Request:
+        """The request for the embedding of a prompt (`embeddings.embedding_of`). Raises as `request`."""
+        request = self.request(prompt, EMBEDDING_PARAMS, arrival_s=arrival_s, request_id=request_id, priority=priority)
+        return msgspec.structs.replace(request, pooling=pooling)
 
     def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
         """Token ids of a conversation, laid out by the model's chat template.

@@ -1,13 +1,14 @@
 """The Python API for programs that wait: `LLM.generate` is a loop over `Engine.step`, nothing else."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
 from jaxpaged.config import Config
+from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_control import Pause, PauseMode, check_flag
 from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
@@ -17,7 +18,7 @@ from jaxpaged.intake import Messages, Prompt
 from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.progress_bar import progress_bar
-from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Pooling, Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -90,11 +91,47 @@ class LLM:
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
         priorities = priority_each(priority, len(several))
-        with self._turns.turn() as interrupt:
-            self._turns.check_takes_requests()
-            requests, outputs = self._admit(several, params, priorities, on_error, interrupt)
-            self._run(requests, outputs, use_tqdm, interrupt)
-        return [outputs[index] for index in range(len(several))]
+
+        def make(index: int, arrival_s: float) -> Request:
+            own = params[index] or self._intake.default_params
+            request = self._intake.request(several[index], own, arrival_s=arrival_s, priority=priorities[index])
+            # Outputs before the last are not looked at, so they are not made.
+            final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
+            return msgspec.structs.replace(request, params=final)
+
+        return self._complete(several, make, on_error, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Each prompt as a vector, in the same order, made of the model's final hidden states (behind the last norm).
+
+        Args:
+            prompts: one or many, as for `generate`; one token shorter than the context at most.
+            pooling: "mean" over all tokens of the prompt; "last": what its last token has.
+            normalize: to a length of 1.
+            use_tqdm: show a progress bar on a terminal.
+            priority: one for all or one each; lower goes first.
+
+        Raises:
+            InvalidRequestError: a prompt that `generate` would refuse, or an unknown pooling.
+            RequestFailedError: a request failed inside the engine.
+            EnginePausedError, EngineDeadError: as for `generate`.
+        """
+        check_pooling(pooling, normalize)
+        several = as_prompts(prompts)
+        priorities = priority_each(priority, len(several))
+
+        def make(index: int, arrival_s: float) -> Request:
+            return self._intake.embedding_request(several[index], pooling, arrival_s=arrival_s, priority=priorities[index])
+
+        return [embedding_of(output, normalize=normalize) for output in self._complete(several, make, "raise", use_tqdm)]
 
     def chat(
         self,
@@ -246,27 +283,28 @@ class LLM:
                 control.withdraw(pause)
                 raise
 
+    def _complete(
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """The last outputs of the requests that `make` gives for an index and a time of arrival."""
+        with self._turns.turn() as interrupt:
+            self._turns.check_takes_requests()
+            requests, outputs = self._admit(prompts, make, on_error, interrupt)
+            self._run(requests, outputs, use_tqdm, interrupt)
+        return [outputs[index] for index in range(len(prompts))]
+
     def _admit(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | None],
-        priorities: Sequence[int],
-        on_error: str,
-        interrupt: Interrupt,
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
-        for index, (prompt, own, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for index, prompt in enumerate(prompts):
             interrupt.check()
             num_prompt_tokens = 0
             try:
-                own = own or self._intake.default_params
-                request = self._intake.request(prompt, own, arrival_s=now, priority=priority)
-                # Outputs before the last are not looked at, so they are not made.
-                final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
-                request = msgspec.structs.replace(request, params=final)
+                request = make(index, now)
                 num_prompt_tokens = len(request.prompt_token_ids)
                 self._engine.scheduler.check_fits(num_prompt_tokens)
                 checked.append((index, request))

@@ -20,10 +20,11 @@ class LogprobRows(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step gives, once it is computed. `np.asarray` of it waits for the ids; `logprobs` mean something for rows that asked."""
+    """What a step gives, once it is computed. `np.asarray` of it waits for the ids; `logprobs` and `pooled` mean something for rows that asked."""
 
     ids: Int32[Array, "seqs"]
     logprobs: LogprobRows
+    pooled: Float[Array, "seqs embed"]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.ids, dtype=dtype, copy=copy)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import CacheConfig
@@ -20,6 +20,7 @@ from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.logprobs import StepResult, log_probabilities
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.models import Family
+from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
 from jaxpaged.sampling import sample
 from jaxpaged.settings import StepLimits
@@ -83,6 +84,7 @@ class DeviceState(NamedTuple):
     cache: KVCache
     last_ids: Int32[Array, "slots"]
     slots: SlotRows
+    pooled: Float[Array, "slots embed"]
 
 
 class ModelRunner:
@@ -119,6 +121,7 @@ class ModelRunner:
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
         self._model, self._num_ids = model, num_ids
+        self._embed = model.config.embed
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
         self.cache_shape = cache_shape(model.config, cache)
@@ -167,8 +170,8 @@ class ModelRunner:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what the device keeps of each slot: the last id, and a count and a bias per token of the vocabulary."""
-        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab)
+        """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
+        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab + 4 * self._embed)
 
     @property
     def num_compiled_while_running(self) -> int:
@@ -254,7 +257,8 @@ class ModelRunner:
     def _new_state(self) -> DeviceState:
         num_slots = self.limits.max_num_seqs
         slots = SlotRows(jnp.zeros((num_slots, self.vocab), jnp.int32), jnp.zeros((num_slots, self.vocab), jnp.float32))
-        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots)
+        pooled = jnp.zeros((num_slots, self._embed), jnp.float32)
+        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots, pooled)
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(
@@ -279,8 +283,11 @@ class ModelRunner:
             ids = sample(shape_logits(logits, rows, state.slots, targets), rows, num_ids)
             # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
             wanted = jnp.where(targets < layout.num_slots, rows.num_logprobs, -1)
-            result = StepResult(ids, log_probabilities(logits, ids, wanted, num_ids))
-            return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
+            pooled = pool_rows(hidden, batch, state.pooled)
+            result = StepResult(ids, log_probabilities(logits, ids, wanted, num_ids), pooled)
+            last_ids = state.last_ids.at[targets].set(ids, mode="drop")
+            counted = count_ids(state.slots, rows, targets, ids)
+            return result, DeviceState(cache, last_ids, counted, keep_sums(state.pooled, batch, pooled))
 
         shape = self.cache_shape
         dims = (shape.layers, self.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
@@ -290,7 +297,8 @@ class ModelRunner:
         last_ids = jax.ShapeDtypeStruct((layout.num_slots,), jnp.int32)
         counts = jax.ShapeDtypeStruct((layout.num_slots, self.vocab), jnp.int32)
         bias = jax.ShapeDtypeStruct((layout.num_slots, self.vocab), jnp.float32)
-        state: Any = DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias))  # type: ignore[arg-type]  # shapes stand for arrays while lowering
+        pooled = jax.ShapeDtypeStruct((layout.num_slots, self._embed), jnp.float32)
+        state: Any = DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias), pooled)  # type: ignore[arg-type]  # shapes stand for arrays while lowering
         return jax.jit(step, donate_argnums=1).lower(params, state, blob)
 
     def _compile_slot_writer(self) -> Any:

@@ -145,16 +145,18 @@ class OpenRequest:
         request: what was asked for.
         answers: one for each sample, by index.
         metrics: times and counts over all samples.
+        pooled: the hidden states that were asked for, once they are computed.
         error: what to tell whoever asked, if it fails or is given up.
         num_open: answers that have not ended.
     """
 
-    __slots__ = ("answers", "error", "metrics", "num_open", "request")
+    __slots__ = ("answers", "error", "metrics", "num_open", "pooled", "request")
 
     def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
         self.request = request
         self.answers = [Answer(sequence, index, tokenizer) for index, sequence in enumerate(samples)]
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self.pooled: list[float] | None = None
         self.error: str | None = None
         self.num_open = len(samples)
 
@@ -182,6 +184,7 @@ class OpenRequest:
             finished=self.num_open == 0,
             metrics=metrics,
             num_cached_tokens=metrics.num_cached_tokens,
+            pooled=self.pooled,
             error=self.error,
         )
 

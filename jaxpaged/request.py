@@ -5,7 +5,7 @@ Names and meanings follow vLLM where it offers the same thing. `SamplingParams.v
 
 import enum
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -254,6 +254,10 @@ def _check_bad_words(words: Any) -> None:
         raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS}, got {len(words)}", param="bad_words")
 
 
+type Pooling = Literal["mean", "last"]
+"""The mean over the prompt's tokens, or what the last of them has."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt on its way to the engine. `params` are resolved: no None among temperature, top_p, top_k, min_p.
 
@@ -265,6 +269,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         sample_group: requests with the same name here are samples of one prompt, which wait for each other so as to share
             its pages (see `samples_of`).
         bad_words_ids: spellings of `params.bad_words`.
+        pooling: what is wanted of the hidden states of the prompt's tokens (see `embeddings`); None: nothing.
+        is_let_in: it goes on with a request that was let in before, so that the limits of the queue are not asked again.
     """
 
     request_id: str
@@ -278,6 +284,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     sample_group: str | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling | None = None
+    is_let_in: bool = False
 
     def __post_init__(self) -> None:
         if self.priority.__class__ is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
@@ -364,6 +372,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """What the engine has for a request so far, or (kind DELTA) since the last time.
 
     `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended.
+    `pooled`: the hidden states that the request asked for, as they are; [embed] numbers.
     """
 
     request_id: str
@@ -373,4 +382,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    pooled: list[float] | None = None
     error: str | None = None

@@ -233,7 +233,9 @@ class Scheduler:
                 if sequence.append(token_id):
                     finished.append(sequence)
         for sequence in finished:
-            self._admission.lengths.record(sequence.num_output_tokens)
+            if sequence.max_total_tokens > sequence.num_prompt_tokens + 1:
+                # How long an answer would have become, one of a single token does not tell.
+                self._admission.lengths.record(sequence.num_output_tokens)
             self._end(sequence, commit=True)
         for sequence in full:
             if not sequence.is_finished:

@@ -149,6 +149,11 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_ids - self.num_computed_tokens
 
     @property
+    def findable_token_ids(self) -> list[int]:
+        """Tokens whose pages may come from the prefix cache: none of a prompt whose tokens are all looked at."""
+        return self.token_ids[:1] if self.request.pooling == "mean" else self.token_ids
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
