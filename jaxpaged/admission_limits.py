@@ -48,6 +48,11 @@ class AdmissionLimits:
         # The last token of an answer is never computed, so it needs no place in the pool.
         self._most_total_tokens = min(max_model_len, page_manager.arithmetic.most_tokens(num_usable, max_model_len) + 1)
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The longest prompt that `check_fits` lets through."""
+        return min(self.max_model_len, self._most_total_tokens - 1) - 1
+
     def check_fits(self, num_prompt: int) -> None:
         """Checks that a prompt of `num_prompt` tokens can ever run.
 

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from jaxpaged.api import open_own_sinks, settle_config
+from jaxpaged.beam_requests import BeamRequests, all_or_none
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.config import Config
 from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_client import EngineClient, Generation
@@ -81,6 +83,23 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
         return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+    ) -> BeamSearchOutput:
+        """The likeliest answers to a prompt; see `LLM.beam_search`. Cancelling the task aborts the search.
+
+        Args:
+            prompt: as for `generate`.
+            params: the width, the length and how answers are ordered.
+            request_id: a label; the requests of the steps are called "X#1.0", "X#1.1" and so on.
+            priority: lower goes first.
+        """
+        make = functools.partial(self._intake.beam_request, prompt, params, request_id=request_id, priority=priority)
+        search = BeamRequests(await self._made(make, request_id), params, self._engine.scheduler.most_prompt_tokens)
+        while not search.is_done:
+            search.take(await all_or_none(map(self._last_output, search.next_requests())))
+        return search.output(self._intake.tokenizer)
 
     async def embed(
         self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
@@ -226,22 +245,38 @@ class AsyncLLM:
         make = functools.partial(self._intake.request, prompt, params, request_id=request_id, priority=priority)
         return self._request_outputs(make, request_id)
 
-    async def _request_outputs(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request that is made in the tokenizer pool. Closing the iteration aborts it."""
+    async def _made(self, make: Callable[..., Request], request_id: str | None) -> Request:
+        """A request that is made in the tokenizer pool; that it was refused is noted."""
         make = functools.partial(make, arrival_s=time.monotonic())
         self.check_health()
-        loop = asyncio.get_running_loop()
+        try:
+            making = asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
+        except RuntimeError:  # another thread has closed the engine since the check
+            raise EngineDeadError("the engine is closed") from None
+        try:
+            return await making
+        except JaxpagedError as error:
+            self._thread.reject(self._intake.usable_id(request_id), error)
+            raise
+
+    async def _last_output(self, request: Request) -> RequestOutput:
+        """Of a request that gives no other."""
+        mailbox = Mailbox(asyncio.get_running_loop(), is_delta=False)
+        with self._thread.arriving(request.request_id) as arrival:
+            self._thread.add(request, mailbox, arrival)
+        output = None
+        try:
+            output = await mailbox.get()
+        finally:
+            if output is None:
+                self._thread.forget(request.request_id, mailbox)
+        return output
+
+    async def _request_outputs(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request that is made in the tokenizer pool. Closing the iteration aborts it."""
         with self._thread.arriving(request_id) as arrival:
-            try:
-                making = loop.run_in_executor(self._tokenizer_pool, make)
-            except RuntimeError:  # another thread has closed the engine since the check
-                raise EngineDeadError("the engine is closed") from None
-            try:
-                request = await making
-            except JaxpagedError as error:
-                self._thread.reject(self._intake.usable_id(request_id), error)
-                raise
-            mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
+            request = await self._made(make, request_id)
+            mailbox = Mailbox(asyncio.get_running_loop(), is_delta=request.params.output_kind is RequestOutputKind.DELTA)
             self._thread.add(request, mailbox, arrival)
         is_finished = False
         try:

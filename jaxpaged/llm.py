@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
+from jaxpaged.beam_requests import BeamRequests, check_concurrency, run_searches
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.config import Config
 from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_control import Pause, PauseMode, check_flag
@@ -100,6 +102,47 @@ class LLM:
             return msgspec.structs.replace(request, params=final)
 
         return self._complete(several, make, on_error, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt, in the order of the prompts; what is kept and when it ends is as in transformers.
+
+        Every step of every beam is a request of its own, which finds the pages of its beginning in the prefix cache.
+
+        Args:
+            prompts: one or many, as for `generate`.
+            params: the width, the length and how answers are ordered.
+            use_tqdm: show a progress bar on a terminal.
+            concurrency_limit: prompts that are searched at the same time; None: as many as have their beams in one step.
+            priority: one for all or one each; lower goes first.
+
+        Raises:
+            InvalidRequestError: a prompt that `generate` would refuse, or the width needs more log-probabilities than the engine tells.
+            QueueFullError: too much waits already.
+            EnginePausedError, EngineDeadError: as for `generate`.
+        """
+        several = as_prompts(prompts)
+        priorities = priority_each(priority, len(several))
+
+        def make(index: int, arrival_s: float) -> Request:
+            return self._intake.beam_request(several[index], params, arrival_s=arrival_s, priority=priorities[index])
+
+        with self._turns.turn() as interrupt:
+            self._turns.check_takes_requests()
+            checked, _ = self._check(several, make, "raise", interrupt)
+            scheduler = self._engine.scheduler
+            searches = [BeamRequests(request, params, scheduler.most_prompt_tokens) for _, request in checked]
+            limit = check_concurrency(concurrency_limit) or max(1, scheduler.max_num_seqs // params.beam_width)
+            bar = progress_bar(len(searches)) if use_tqdm and len(searches) > 1 else None
+            run_searches(searches, self._engine, self._turns, limit=limit, interrupt=interrupt, bar=bar)
+        return [search.output(self._intake.tokenizer) for search in searches]
 
     def embed(
         self,
@@ -297,6 +340,22 @@ class LLM:
         self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
+        checked, outputs = self._check(prompts, make, on_error, interrupt)
+        added: list[str] = []
+        try:
+            for _, request in checked:
+                self._engine.add(request)
+                added.append(request.request_id)
+        except JaxpagedError:  # the queue is full: all or none
+            for request_id in added:
+                self._engine.abort(request_id)
+            raise
+        return {request.request_id: index for index, request in checked}, outputs
+
+    def _check(
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
+    ) -> tuple[list[tuple[int, Request]], dict[int, RequestOutput]]:
+        """The requests with their indices, and outputs of the refused ones by index."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
@@ -315,16 +374,7 @@ class LLM:
                     at = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise type(error)(at + error.message, param=error.param) from error
                 outputs[index] = failed_output(refused_id, prompt, error, now)
-        added: list[str] = []
-        try:
-            for _, request in checked:
-                self._engine.add(request)
-                added.append(request.request_id)
-        except JaxpagedError:  # the queue is full: all or none
-            for request_id in added:
-                self._engine.abort(request_id)
-            raise
-        return {request.request_id: index for index, request in checked}, outputs
+        return checked, outputs
 
     def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
         bar = progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None

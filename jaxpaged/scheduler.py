@@ -133,6 +133,11 @@ class Scheduler:
         """When, by the clock, `expire` may next have something to end; None without time limits."""
         return self._deadlines.next_s
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The longest prompt that `check_fits` lets through."""
+        return self._limits.most_prompt_tokens
+
     def check_fits(self, num_prompt: int) -> None:
         """Checks that a prompt of `num_prompt` tokens can ever run.
 
