@@ -30,6 +30,9 @@ class BeamRequests:
         request: what the beams' requests are made from, with the prompt (`Intake.beam_request`).
         params: how to search.
         most_prompt_tokens: the longest prompt that the engine takes; beams that become longer end there.
+
+    Attributes:
+        is_let_in: the limits of the queue are not asked, or not again.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, most_prompt_tokens: int) -> None:
@@ -39,6 +42,7 @@ class BeamRequests:
         self._request = request
         self._search = BeamSearch(request.prompt_token_ids, params, request.eos_token_ids, max_tokens)
         self._broken: RequestOutput | None = None
+        self.is_let_in = False
 
     @property
     def is_done(self) -> bool:
@@ -46,15 +50,16 @@ class BeamRequests:
         return self._search.is_done or self._broken is not None
 
     def next_requests(self) -> list[Request]:
-        """One for each beam. The limits of the queue are asked for the first one of the search alone."""
-        step, now = self._search.num_tokens, time.monotonic()
+        """One for each beam."""
+        step, now, is_let_in = self._search.num_tokens, time.monotonic(), self.is_let_in
+        self.is_let_in = True
         return [
             msgspec.structs.replace(
                 self._request,
                 request_id=f"{self._request.request_id}#{step}.{index}",
                 prompt_token_ids=history,
                 arrival_s=now,
-                is_let_in=step > 0,
+                is_let_in=is_let_in,
             )
             for index, history in enumerate(self._search.histories)
         ]
@@ -79,11 +84,10 @@ class BeamRequests:
         return self._search.output(tokenizer, given_up=self._broken.outputs[0].finish_reason, error=self._broken.error)
 
 
-def check_concurrency(limit: Any) -> int | None:
-    """The number of prompts that are searched at the same time. Raises InvalidRequestError for less than one."""
+def check_concurrency(limit: Any) -> None:
+    """Raises InvalidRequestError for a number of prompts at the same time that is none, or less than one; None is fine."""
     if limit is not None and (limit.__class__ is not int or limit < 1):
         raise InvalidRequestError(f"concurrency_limit must be an integer of at least 1, got {limit!r:.40}", param="concurrency_limit")
-    return limit  # type: ignore[no-any-return]
 
 
 def run_searches(
@@ -98,7 +102,7 @@ def run_searches(
     """Runs searches to their ends, within a turn; none waits for another, unless there are more than `limit`.
 
     Raises:
-        QueueFullError: too much waits already.
+        QueueFullError: too much waits already for those that begin at once.
         EngineDeadError: the engine stopped.
     """
     waiting, mail = deque(searches), list[RequestOutput]()
@@ -118,6 +122,8 @@ def run_searches(
         while waiting or answers:
             while waiting and len(answers) < limit:
                 ask(waiting.popleft())
+            for search in waiting:  # once the first ones have been let in, the rest will not be turned away halfway
+                search.is_let_in = True
             interrupt.check()
             turns.step()
             outputs, mail[:] = list(mail), []

@@ -44,7 +44,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         width, penalty = self.beam_width, self.length_penalty
         if width.__class__ is not int or not 1 <= width <= MAX_BEAM_WIDTH:
-            raise InvalidRequestError(f"beam_width must be an integer between 1 and {MAX_BEAM_WIDTH}, got {width!r:.40}", param="beam_width")
+            raise InvalidRequestError(
+                f"beam_width must be an integer between 1 and {MAX_BEAM_WIDTH}, got {width!r:.40}", param="beam_width"
+            )
         if penalty.__class__ not in (int, float) or not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
             limit = f"between {-MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
             raise InvalidRequestError(f"length_penalty must be a number {limit}, got {penalty!r:.40}", param="length_penalty")
@@ -116,7 +118,7 @@ class _Candidate(NamedTuple):
     """A beam, by its index, and one token more."""
 
     total: float
-    index: int
+    beam: int
     token_id: int
 
 
@@ -204,8 +206,8 @@ class BeamSearch:
         return BeamSearchOutput(sequences=[self._sequence(finished, tokenizer) for finished in found], error=error)
 
     def _extended(self, candidate: _Candidate, told: Sequence[dict[int, Logprob]]) -> _Beam:
-        beam = self._beams[candidate.index]
-        return _Beam((*beam.token_ids, candidate.token_id), (*beam.told, told[candidate.index]), candidate.total)
+        beam = self._beams[candidate.beam]
+        return _Beam((*beam.token_ids, candidate.token_id), (*beam.told, told[candidate.beam]), candidate.total)
 
     def _score(self, beam: _Beam) -> float:
         return float(beam.total / len(beam.token_ids) ** self._params.length_penalty)

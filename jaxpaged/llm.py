@@ -11,7 +11,6 @@ from jaxpaged.beam_requests import BeamRequests, check_concurrency, run_searches
 from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.config import Config
 from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
-from jaxpaged.engine_control import Pause, PauseMode, check_flag
 from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
@@ -19,13 +18,14 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
 from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.operator_calls import OperatorCalls
 from jaxpaged.progress_bar import progress_bar
 from jaxpaged.request import Pooling, Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
 
-class LLM:
+class LLM(OperatorCalls):
     """A model, ready to generate, in this process.
 
     `LLM("smollm2-135m", max_model_len=2048)`: keyword arguments carry vLLM's names; `config` gives the whole tree instead. Use it as a
@@ -128,6 +128,7 @@ class LLM:
             QueueFullError: too much waits already.
             EnginePausedError, EngineDeadError: as for `generate`.
         """
+        check_concurrency(concurrency_limit)
         several = as_prompts(prompts)
         priorities = priority_each(priority, len(several))
 
@@ -139,7 +140,7 @@ class LLM:
             checked, _ = self._check(several, make, "raise", interrupt)
             scheduler = self._engine.scheduler
             searches = [BeamRequests(request, params, scheduler.most_prompt_tokens) for _, request in checked]
-            limit = check_concurrency(concurrency_limit) or max(1, scheduler.max_num_seqs // params.beam_width)
+            limit = concurrency_limit or max(1, scheduler.max_num_seqs // params.beam_width)
             bar = progress_bar(len(searches)) if use_tqdm and len(searches) > 1 else None
             run_searches(searches, self._engine, self._turns, limit=limit, interrupt=interrupt, bar=bar)
         return [search.output(self._intake.tokenizer) for search in searches]
@@ -251,57 +252,6 @@ class LLM:
         """Counters and gauges so far, by name."""
         return self._metrics.snapshot()
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forgets all cached pages; `reset_running_requests`: open streams give theirs back, too, and are computed again. True: done."""
-        check_flag("reset_running_requests", reset_running_requests)
-        with self._turns.turn():
-            self._engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
-        return True
-
-    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Computes nothing until `resume`. Raises InvalidRequestError for an unknown mode.
-
-        Args:
-            mode: what becomes of open streams: "abort" ends them, "wait" computes them to their ends, "keep" stops them.
-            clear_cache: forget all cached pages; streams that were kept are computed again.
-        """
-        self._pause(Pause(mode, clear_cache=clear_cache))
-
-    def resume(self) -> None:
-        """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
-        with self._turns.change():
-            self._engine.control.resume()
-
-    def is_paused(self) -> bool:
-        """Whether requests are refused, because of a pause or a sleep."""
-        return self._engine.control.is_paused
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pauses, and gives memory back until `wake_up`. Raises InvalidRequestError for an unknown level or mode.
-
-        Args:
-            level: 0 only pauses; 1 moves the weights to host memory and drops the page pool; 2 drops both, and the weights are
-                read from their files again.
-            mode: as for `pause`.
-        """
-        self._pause(Pause.to_sleep(level, mode))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
-
-        An engine that was paused apart from the sleep stays paused. Nothing happens when it is awake, or without tags.
-
-        Raises:
-            InvalidRequestError: an unknown tag.
-            MemoryBudgetError: there is no room now; the engine sleeps on.
-        """
-        with self._turns.change():
-            self._engine.control.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether `sleep` was called and `wake_up` has not ended it."""
-        return self._engine.control.is_sleeping
-
     def close(self) -> None:
         """Gives weights and page pool back; a second call does nothing."""
         with self._turns.change():
@@ -313,18 +263,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _pause(self, pause: Pause) -> None:
-        control = self._engine.control
-        with self._turns.change():
-            try:
-                self._turns.deliver(control.begin_pause(pause))
-                while not control.is_settled(pause):
-                    self._turns.step()
-                control.finish_pause(pause)
-            except BaseException:
-                control.withdraw(pause)
-                raise
 
     def _complete(
         self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, use_tqdm: bool

@@ -20,7 +20,10 @@ class LogprobRows(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step gives, once it is computed. `np.asarray` of it waits for the ids; `logprobs` and `pooled` mean something for rows that asked."""
+    """What a step gives, once it is computed. `np.asarray` of it waits for the ids.
+
+    `logprobs` and `pooled` mean something for rows that asked.
+    """
 
     ids: Int32[Array, "seqs"]
     logprobs: LogprobRows

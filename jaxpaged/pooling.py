@@ -11,9 +11,7 @@ from jaxtyping import Array, Float
 from jaxpaged.batch import StepBatch
 
 
-def pool_rows(
-    hidden: Float[Array, "tokens embed"], batch: StepBatch, kept: Float[Array, "slots embed"]
-) -> Float[Array, "seqs embed"]:
+def pool_rows(hidden: Float[Array, "tokens embed"], batch: StepBatch, kept: Float[Array, "slots embed"]) -> Float[Array, "seqs embed"]:
     """Each row's sum so far, in float32; 0 for rows that do not ask.
 
     A row with a hidden state that is no finite number gives NaN; the others are not touched by it.
@@ -44,8 +42,6 @@ def pool_rows(
     return lax.cond(jnp.any(batch.pool_starts < ends), add_up, nothing, hidden, kept)
 
 
-def keep_sums(
-    kept: Float[Array, "slots embed"], batch: StepBatch, pooled: Float[Array, "seqs embed"]
-) -> Float[Array, "slots embed"]:
+def keep_sums(kept: Float[Array, "slots embed"], batch: StepBatch, pooled: Float[Array, "seqs embed"]) -> Float[Array, "slots embed"]:
     """Puts the sums into the slots of rows whose prompts go on."""
     return kept.at[batch.pool_slots].set(pooled, mode="drop")
