@@ -12,7 +12,7 @@ import pytest
 import jaxpaged
 from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
-from jaxpaged.beam_requests import BeamRequests
+from jaxpaged.beam_requests import BeamRequests, all_or_none
 from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from jaxpaged.intake import Intake
@@ -257,10 +257,13 @@ def test_an_async_search_that_is_left_or_aborted(async_llm: AsyncLLM, async_log:
         given = BeamSearchParams(3, 400, ignore_eos=True)
         left = asyncio.ensure_future(async_llm.beam_search("hello", given, "left"))
         await wait_until(lambda: is_begun("left"))
+        await async_llm.pause("keep", clear_cache=False)
+        await wait_until(lambda: bool(async_llm._engine.unfinished_ids))
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
-        await wait_until(lambda: is_idle(async_llm))
+        await wait_until(lambda: not async_llm._engine.unfinished_ids)
+        await async_llm.resume()
         stopped = asyncio.ensure_future(async_llm.beam_search("hello", given, "stopped"))
         await wait_until(lambda: is_begun("stopped"))
         await async_llm.pause("abort")
@@ -269,6 +272,27 @@ def test_an_async_search_that_is_left_or_aborted(async_llm: AsyncLLM, async_log:
         assert len(found.sequences) == 3
         assert 2 <= len(found.sequences[0].output_token_ids) < 400
         await async_llm.resume()
+
+    run(work)
+
+
+def test_one_that_raises_takes_the_others_along() -> None:
+    ended: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise InvalidRequestError("no")
+
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError):
+            await all_or_none([wait(), fail(), wait()])
+        assert ended == ["cancelled"] * 2
 
     run(work)
 

@@ -141,6 +141,25 @@ def test_pages_are_found_where_only_the_last_token_counts(tiny: Started) -> None
     bench.after_check()
 
 
+def test_an_abort_while_the_last_step_runs(tiny: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes back belongs to nobody."""
+    monkeypatch.setattr(Bench, "default_in_flight", 2)
+    bench = tiny_bench(tiny)
+    answer = bench.add(prompt_of(2, 20), max_tokens=10, ignore_eos=True)
+    bench.step()
+    request_id = add(bench, prompt_of(1, 20), "mean")
+    bench.step()
+    assert bench.engine.num_in_flight == 1
+    assert bench.engine.scheduler.num_running == 2
+    aborted = bench.abort(request_id)
+    assert aborted is not None
+    with pytest.raises(RequestFailedError, match="aborted"):
+        embedding_of(aborted, normalize=True)
+    bench.run()
+    assert len(bench.ids(answer)) == 10
+    bench.after_check()
+
+
 def test_what_is_no_number_fails_alone(tmp_path: Path, programs: Path) -> None:
     """In the first chunk of a prompt or in its last; neighbours, and the next owner of the slot, never see it."""
     tensors = write_tiny_llama(tmp_path)
