@@ -162,8 +162,8 @@ class OpenRequest:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(answer.sequence.num_output_tokens for answer in self.answers)
+        """Tokens of all answers so far; the one that a request for an embedding chooses is none."""
+        return 0 if self.request.pooling is not None else sum(answer.sequence.num_output_tokens for answer in self.answers)
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -137,6 +137,8 @@ def test_pages_are_found_where_only_the_last_token_counts(tiny: Started) -> None
         return bench.last[request_id].num_cached_tokens
 
     assert [ask("mean"), ask("last"), ask("mean"), ask("last")] == [0, 48, 0, 48]
+    ends = bench.events.of(events.RequestFinished)[-4:]
+    assert {(event.reason, event.num_prompt_tokens, event.num_output_tokens) for event in ends} == {("length", 60, 0)}
     assert bench.ask(prompt, max_tokens=1).num_cached_tokens == 48
     bench.after_check()
 
