@@ -164,7 +164,16 @@ def test_when_they_are_told(tiny: Started, kind: RequestOutputKind) -> None:
 
 
 @pytest.mark.usefixtures("in_flight")
-@pytest.mark.parametrize("fields", [{}, {"allowed_token_ids": [2]}, {"logprobs": 2}, {"detokenize": False}, {"n": 2, "temperature": 1.0}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"allowed_token_ids": [2]},
+        {"logprobs": 2},
+        {"detokenize": False},
+        {"n": 2, "temperature": 1.0, "output_kind": RequestOutputKind.FINAL_ONLY},
+    ],
+)
 def test_no_tokens_are_made_when_none_are_wanted(tiny: Started, reference: Reference, fields: dict[str, Any]) -> None:
     """What the last token of the prompt leads to is not told, and counts for nothing, be it an end token."""
     bench = tiny_bench(tiny)
