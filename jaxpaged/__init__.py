@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxpaged.errors import JaxpagedError
     from jaxpaged.llm import LLM
     from jaxpaged.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxpaged.scoring import ContinuationScore
 
     __version__: str
 
@@ -29,6 +30,7 @@ _HOMES = {
     "BeamSearchSequence": "jaxpaged.beam_search",
     "EmbeddingOutput": "jaxpaged.embeddings",
     "EmbeddingRequestOutput": "jaxpaged.embeddings",
+    "ContinuationScore": "jaxpaged.scoring",
     "Config": "jaxpaged.config",
     "JaxpagedError": "jaxpaged.errors",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "Config",
+    "ContinuationScore",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "JaxpagedError",

@@ -21,11 +21,12 @@ from jaxpaged.engine_thread import EngineThread
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
-from jaxpaged.intake import Messages, Prompt
+from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import Pooling, Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -84,6 +85,15 @@ class AsyncLLM:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
         return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
 
+    async def score(
+        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+    ) -> ContinuationScore:
+        """How likely a continuation of a prompt is; see `LLM.score`. Cancelling the task aborts the request."""
+        check_gives_logprobs(self.config)
+        make = functools.partial(self._intake.scoring_request, prompt, continuation, request_id=request_id, priority=priority)
+        outputs = [output async for output in self._request_outputs(make, request_id)]
+        return score_of(outputs[-1])
+
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
     ) -> BeamSearchOutput:
@@ -95,6 +105,7 @@ class AsyncLLM:
             request_id: a label; the requests of the steps are called "X#1.0", "X#1.1" and so on.
             priority: lower goes first.
         """
+        check_gives_logprobs(self.config, "beam_search")
         make = functools.partial(self._intake.beam_request, prompt, params, request_id=request_id, priority=priority)
         search = BeamRequests(await self._made(make, request_id), params, self._engine.scheduler.most_prompt_tokens)
         while not search.is_done:

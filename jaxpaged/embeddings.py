@@ -13,7 +13,7 @@ from jaxpaged.scheduled_step import ScheduledStep
 EMBEDDING_PARAMS = SamplingParams(
     temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, seed=0, output_kind=RequestOutputKind.FINAL_ONLY
 )
-"""A request for an embedding chooses a token, since every row does; nobody looks at it."""
+"""Its last row chooses a token, since every row does; nobody looks at it."""
 
 
 class EmbeddingOutput(msgspec.Struct, kw_only=True):

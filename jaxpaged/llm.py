@@ -15,12 +15,13 @@ from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
-from jaxpaged.intake import Messages, Prompt
+from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.operator_calls import OperatorCalls
 from jaxpaged.progress_bar import progress_bar
 from jaxpaged.request import Pooling, Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.scoring import ContinuationScore, as_pairs, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -103,6 +104,40 @@ class LLM(OperatorCalls):
 
         return self._complete(several, make, on_error, use_tqdm)
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Continuation | Sequence[Continuation],
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[ContinuationScore]:
+        """How likely each continuation of its prompt is, in the model's own numbers, in the order of the continuations.
+
+        Two texts are tokenized as one, spaces at the end of the prompt counted to the continuation. Pages of the prompt come from the
+        prefix cache, so many continuations of one prompt cost little more than one.
+
+        Args:
+            prompts: one for all or one each, as for `generate`.
+            continuations: one or many: texts or lists of token ids.
+            use_tqdm: show a progress bar on a terminal.
+            priority: one for all or one each; lower goes first.
+
+        Raises:
+            InvalidRequestError: a prompt or a continuation without a token, or the engine gives logits (`logprobs_mode`).
+            RequestFailedError: a request failed inside the engine.
+            EnginePausedError, EngineDeadError: as for `generate`.
+        """
+        check_gives_logprobs(self.config)
+        pairs = as_pairs(prompts, continuations)
+        priorities = priority_each(priority, len(pairs))
+
+        def make(index: int, arrival_s: float) -> Request:
+            prompt, continuation = pairs[index]
+            return self._intake.scoring_request(prompt, continuation, arrival_s=arrival_s, priority=priorities[index])
+
+        return [score_of(output) for output in self._complete([prompt for prompt, _ in pairs], make, "raise", use_tqdm)]
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -128,6 +163,7 @@ class LLM(OperatorCalls):
             QueueFullError: too much waits already.
             EnginePausedError, EngineDeadError: as for `generate`.
         """
+        check_gives_logprobs(self.config, "beam_search")
         check_concurrency(concurrency_limit)
         several = as_prompts(prompts)
         priorities = priority_each(priority, len(several))

@@ -44,8 +44,10 @@ HOST_MODULES = (
     "jaxpaged.progress_bar",
     "jaxpaged.request",
     "jaxpaged.scheduler",
+    "jaxpaged.scoring",
     "jaxpaged.sinks",
     "jaxpaged.start",
+    "jaxpaged.told_logprobs",
     "jaxpaged.tokenizer",
 )
 """Plain Python: their tests run in seconds."""
