@@ -382,10 +382,12 @@ class Simulation:
             end, once = row.start + row.num_tokens, self._recomputation.once_computed(row.sequence)
             num_recomputed += max(0, min(end, once) - row.start)
             outcome.num_prefill_tokens += max(0, min(end, max(once, row.sequence.num_prompt_tokens)) - row.start)
+            outcome.num_prefill_tokens_of_prompts += max(0, min(end, row.sequence.num_prompt_tokens) - row.start)
         if self._checks_steps:
             assert step.prefill_recompute_tokens == num_recomputed
         outcome.num_recomputed_tokens += num_recomputed
         assert outcome.num_prefill_tokens <= self._recomputation.most_prefill(), "more is recomputed than may be"
+        assert outcome.num_prefill_tokens_of_prompts <= self._recomputation.most_prefill_of_prompts(), "prompts are computed a third time"
         outcome.num_hit_tokens += step.prefix_hits_tokens
         self._drought = 0 if any(row.samples for row in step.rows) else self._drought + 1
         outcome.longest_drought = max(outcome.longest_drought, self._drought)
