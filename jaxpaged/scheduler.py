@@ -333,7 +333,7 @@ class Scheduler:
         assert len(known) == len(self._unfinished), "a sequence is lost"
         assert {sequence.request_id: sequence for sequence in known} == self._unfinished, "a sequence is lost"
         if not self._in_flight:
-            assert not any([sequence.num_pending_ids for sequence in known]), "an id is pending and no step is in flight"
+            assert not any(sequence.num_pending_ids for sequence in known), "an id is pending and no step is in flight"
 
     def _check_new(self, sequence: Sequence) -> None:
         self.check_fits(sequence.num_prompt_tokens)
