@@ -1,14 +1,19 @@
 """Bugs of the queues between clients and engine, one patch each, and a world that notices each of them."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
 
 from jaxpaged import mailbox, request_streams
+from jaxpaged.engine_control import Pause
 from jaxpaged.engine_driver import Arrival, EngineDriver, _on_loop
+from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.interrupts import Interrupt
+from jaxpaged.llm import LLM
 from jaxpaged.mailbox import Mailbox
 from jaxpaged.request import Request, RequestOutput
 
@@ -16,6 +21,7 @@ type Plant = Callable[[pytest.MonkeyPatch], None]
 
 real_add = EngineDriver.add
 real_deliver = EngineDriver._deliver
+real_leave = EngineTurns.leave
 real_merge = mailbox.merge_deltas
 real_put = Mailbox.put
 
@@ -167,6 +173,61 @@ def steps_wait_for_a_command(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineDriver, "patience_s", property(lambda self: None))
 
 
+def mail_of_others_is_replaced(patch: pytest.MonkeyPatch) -> None:
+    def deliver(self: EngineTurns, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            if (mail := self.mail.get(output.request_id)) is not None:
+                mail[:] = [output]
+
+    patch.setattr(EngineTurns, "deliver", deliver)
+
+
+def outputs_are_put_twice(patch: pytest.MonkeyPatch) -> None:
+    def deliver(self: EngineTurns, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self.mail.get(output.request_id, []).extend([output, output])
+
+    patch.setattr(EngineTurns, "deliver", deliver)
+
+
+def outputs_of_a_pause_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def pause(self: LLM, pause: Pause) -> None:
+        control = self._engine.control
+        with self._turns.change():
+            control.begin_pause(pause)
+            while not control.is_settled(pause):
+                self._turns.step()
+            control.finish_pause(pause)
+
+    patch.setattr(LLM, "_pause", pause)
+
+
+def who_leaves_in_a_step_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: EngineTurns, request_id: str) -> None:
+        if not self._lock.locked():
+            real_leave(self, request_id)
+
+    patch.setattr(EngineTurns, "leave", leave)
+
+
+def who_leaves_in_a_step_waits_for_the_next_to_leave(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def turn(self: EngineTurns) -> Iterator[Interrupt]:
+        with self._lock:
+            yield Interrupt()
+
+    patch.setattr(EngineTurns, "turn", turn)
+    patch.setattr(EngineTurns, "step", lambda self: self.deliver(self._engine.step()))
+
+
+def mail_stays_when_a_reader_leaves(patch: pytest.MonkeyPatch) -> None:
+    def abort_those_left(self: EngineTurns) -> None:
+        while self._left:
+            self._engine.abort(self._left.popleft())
+
+    patch.setattr(EngineTurns, "_abort_those_left", abort_those_left)
+
+
 class PlantedBug(NamedTuple):
     """A bug and the seed of a world that notices it."""
 
@@ -197,3 +258,16 @@ FRONT_BUGS = [
         (steps_wait_for_a_command, 0),
     )
 ]
+
+TURN_BUGS = [
+    PlantedBug(plant, seed)
+    for plant, seed in (
+        (mail_of_others_is_replaced, 0),
+        (outputs_are_put_twice, 0),
+        (outputs_of_a_pause_are_lost, 2),
+        (who_leaves_in_a_step_is_forgotten, 1),
+        (who_leaves_in_a_step_waits_for_the_next_to_leave, 1),
+        (mail_stays_when_a_reader_leaves, 0),
+    )
+]
+"""Of `LLM`'s turns."""

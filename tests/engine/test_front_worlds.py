@@ -12,7 +12,8 @@ import pytest
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.front_clients import Habit
 from tests.engine.front_worlds import simulate_front
-from tests.engine.planted_front_bugs import FRONT_BUGS, PlantedBug
+from tests.engine.planted_front_bugs import FRONT_BUGS, TURN_BUGS, PlantedBug
+from tests.engine.turn_worlds import simulate_turns
 
 pytestmark = pytest.mark.jax
 
@@ -69,6 +70,30 @@ def test_a_search_notices(bug: PlantedBug, script_tokenizer: Tokenizer, monkeypa
     with pytest.raises(NOTICED):
         for seed in SEARCHED:
             simulate_front(seed, script_tokenizer)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 40, WORLDS_PER_TEST))
+def test_turn_worlds(first_seed: int, script_tokenizer: Tokenizer) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + WORLDS_PER_TEST):
+        trace = simulate_turns(seed, script_tokenizer)
+        assert seed != first_seed or trace == simulate_turns(seed, script_tokenizer), "a seed does not replay"
+        ends.update(str(reason) for _, reason in trace)
+    assert all(ends[reason] >= WORLDS_PER_TEST for reason in ("length", "abort", "None")), ends  # None: left, or the device was lost
+
+
+@pytest.mark.tier("long", area="pages")
+@pytest.mark.timeout(1800)
+def test_many_turn_worlds(script_tokenizer: Tokenizer) -> None:
+    for seed in range(5_000):
+        simulate_turns(seed, script_tokenizer)
+
+
+@pytest.mark.parametrize("bug", TURN_BUGS, ids=lambda bug: bug.plant.__name__)
+def test_a_world_of_turns_notices(bug: PlantedBug, script_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant(monkeypatch)
+    with pytest.raises(NOTICED):
+        simulate_turns(bug.seed, script_tokenizer)
 
 
 TRACE_SCRIPT = """
