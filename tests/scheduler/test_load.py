@@ -33,7 +33,10 @@ def make_cost(
     return cost
 
 
-@pytest.mark.parametrize(("seed", "rate", "num_pages"), [(0, 5, 400), (1, 5, 400), (2, 5, 800), (3, 4, 250)])
+@pytest.mark.parametrize(
+    ("seed", "rate", "num_pages"),
+    [(0, 5, 400), pytest.param(1, 5, 400, marks=pytest.mark.tier("long", area="pages")), (2, 5, 800), (3, 4, 250)],
+)
 def test_a_tenfold_burst_makes_queues_longer_and_costs_little(
     seed: int, rate: float, num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
