@@ -32,10 +32,7 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int)
     Returns:
         Token ids; `NO_ID` where no id could be chosen.
     """
-    vocab = logits.shape[1]
-    if num_ids < vocab:
-        logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
-    logits = lax.cond(jnp.any(rows.banned_ids < vocab), _ban, lambda logits, _: logits, logits, rows.banned_ids)
+    logits = _choosable(logits, rows, num_ids)
     is_greedy = rows.temperature < GREEDY_TEMPERATURE
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     ids = lax.cond(
@@ -43,6 +40,23 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int)
     )
     # The maximum of a row with a NaN is NaN, and one of -inf means that every id is forbidden.
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), ids, NO_ID)
+
+
+def processed_logits(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int) -> Float[Array, "rows vocab"]:
+    """The logits that rows draw from: over temperature, -inf for what they do not draw. Arguments as for `sample`."""
+    logits = _choosable(logits, rows, num_ids)
+    temperature = jnp.where(rows.temperature < GREEDY_TEMPERATURE, 1.0, rows.temperature)[:, None]
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    threshold = keep_threshold(scaled, jnp.exp(scaled), rows.top_k, rows.top_p, rows.min_p)
+    return jnp.where(scaled >= threshold[:, None], logits / temperature, -jnp.inf)
+
+
+def _choosable(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int) -> Float[Array, "rows vocab"]:
+    """The logits with -inf for ids that are no tokens, and for those that a row may not choose."""
+    vocab = logits.shape[1]
+    if num_ids < vocab:
+        logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
+    return lax.cond(jnp.any(rows.banned_ids < vocab), _ban, lambda logits, _: logits, logits, rows.banned_ids)
 
 
 def _ban(logits: Float[Array, "rows vocab"], banned_ids: Int32[Array, "rows banned"]) -> Float[Array, "rows vocab"]:
