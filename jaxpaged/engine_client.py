@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Continuation, Messages, Prompt
-from jaxpaged.request import RequestOutput, SamplingParams
+from jaxpaged.request import Pooling, RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxpaged.embeddings import EmbeddingRequestOutput
     from jaxpaged.scoring import ContinuationScore
 
 
@@ -56,6 +57,10 @@ class EngineClient(Protocol):
     async def score(
         self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
     ) -> "ContinuationScore": ...
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+    ) -> "EmbeddingRequestOutput": ...
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
 

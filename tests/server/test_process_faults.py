@@ -367,7 +367,7 @@ def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:
     tokenizer = folder / "tokenizer_config.json"
     given = json.loads(tokenizer.read_text()) if tokenizer.exists() else {}
     tokenizer.write_text(json.dumps({**given, "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
-    small = ("--model", str(folder), "--compilation.token-buckets", "2", "--max-num-batched-tokens", "2", "--cache.memory", "1MiB")
+    small = ("--model", str(folder), "--compilation.token-buckets", "16", "--max-num-batched-tokens", "16", "--cache.memory", "1MiB")
     with served_process(tmp_path, *small, SCRIPTED_MODEL="real") as served:
         served.wait_ready()
         answer = served.connect().request("POST", "/v1/completions", b'{"prompt": "x"}', content_type="application/json")

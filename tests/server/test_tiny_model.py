@@ -77,7 +77,8 @@ def test_samples_with_a_seed_come_again(tiny: LiveServer) -> None:
 def test_bad_inputs_beside_good_ones(tiny: LiveServer) -> None:
     """Forty rows of the table, of those that hang neither on the vocabulary nor on the context."""
     names = ("temperature", "top_p", "n[", "seed", "stop[", "logit_bias", "stream_options", "response_format", "echo", "messages")
-    chosen = [row for row in rows() if row.status == 400 and row.name.startswith(names) and "x" * 500 not in row.body.decode()][::4][:40]
+    chosen = [row for row in rows() if row.status == 400 and row.name.startswith(names) and len(row.body) < 500 and b"303" not in row.body]
+    chosen = chosen[::4][:40]
     assert len(chosen) == 40
     expected = tiny.chat("neighbour", max_tokens=60).text
     is_over = threading.Event()
