@@ -277,7 +277,9 @@ def test_a_small_answer_that_nobody_reads_does_not_hold_the_connection(server: D
 
 def test_who_waits_for_an_answer_may_begin_the_next_request_slowly(server: DoorServer) -> None:
     connection = server.connect()
-    connection.send(request_bytes("GET", "/slow?seconds=1") + b"\r\nGET /liv")
+    connection.send(request_bytes("GET", "/slow?seconds=1"))
+    time.sleep(0.1)
+    connection.send(b"\r\nGET /liv")
     assert connection.read().body == b"done"
     connection.send(b"ez HTTP/1.1\r\nhost: x\r\n\r\n")
     assert connection.read().json == {"status": "starting"}
