@@ -4,25 +4,25 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from jaxpaged.api import open_own_sinks, settle_config
+from jaxpaged.beam_requests import BeamRequests, all_or_none
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.config import Config
+from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_client import EngineClient, Generation
 from jaxpaged.engine_control import Pause, PauseMode, check_flag, wake_tags
 from jaxpaged.engine_thread import EngineThread
-from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
+from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
-from jaxpaged.mailbox import Mailbox
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request_streams import RequestStreams
 from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
@@ -88,8 +88,36 @@ class AsyncLLM:
         """How likely a continuation of a prompt is; see `LLM.score`. Cancelling the task aborts the request."""
         check_gives_logprobs(self.config)
         make = functools.partial(self._intake.scoring_request, prompt, continuation, request_id=request_id, priority=priority)
-        outputs = [output async for output in self._request_outputs(make, request_id)]
+        outputs = [output async for output in self._streams().outputs_of(make, request_id)]
         return score_of(outputs[-1])
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+    ) -> BeamSearchOutput:
+        """The likeliest answers to a prompt; see `LLM.beam_search`. Cancelling the task aborts the search.
+
+        Args:
+            prompt: as for `generate`.
+            params: the width, the length and how answers are ordered.
+            request_id: a label; the requests of the steps are called "X#1.0", "X#1.1" and so on.
+            priority: lower goes first.
+        """
+        check_gives_logprobs(self.config, "beam_search")
+        make = functools.partial(self._intake.beam_request, prompt, params, request_id=request_id, priority=priority)
+        streams = self._streams()
+        search = BeamRequests(await streams.made(make, request_id), params, self._engine.scheduler.most_prompt_tokens)
+        while not search.is_done:
+            search.take(await all_or_none(map(streams.last_output_of, search.next_requests())))
+        return search.output(self._intake.tokenizer)
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+    ) -> EmbeddingRequestOutput:
+        """A prompt as a vector; see `LLM.embed`. Cancelling the task aborts the request."""
+        check_pooling(pooling, normalize)
+        make = functools.partial(self._intake.embedding_request, prompt, pooling, request_id=request_id, priority=priority)
+        outputs = [output async for output in self._streams().outputs_of(make, request_id)]
+        return embedding_of(outputs[-1], normalize=normalize)
 
     async def chat_prompt(
         self,
@@ -103,7 +131,7 @@ class AsyncLLM:
 
         Raises ChatTemplateError, or EngineDeadError when closed.
         """
-        return await self._on_tokenizer_thread(
+        return await self._streams().beside(
             functools.partial(
                 self._intake.chat_prompt,
                 messages,
@@ -115,7 +143,7 @@ class AsyncLLM:
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, as `generate` makes them. Raises InvalidRequestError, or EngineDeadError when closed."""
-        return await self._on_tokenizer_thread(functools.partial(self._intake.prompt_ids, prompt, add_special_tokens=add_special_tokens))
+        return await self._streams().beside(functools.partial(self._intake.prompt_ids, prompt, add_special_tokens=add_special_tokens))
 
     @property
     def max_model_len(self) -> int:
@@ -252,41 +280,10 @@ class AsyncLLM:
     def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
-        params = params or self._intake.default_params
-        if kind is not None and isinstance(params, SamplingParams):
-            params = msgspec.structs.replace(params, output_kind=kind)
-        make = functools.partial(self._intake.request, prompt, params, request_id=request_id, priority=priority)
-        return self._request_outputs(make, request_id)
+        return self._streams().outputs(prompt, params, request_id, priority, kind)
 
-    async def _request_outputs(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request that is made in the tokenizer pool. Closing the iteration aborts it."""
-        make = functools.partial(make, arrival_s=time.monotonic())
-        self.check_health()
-        with self._thread.arriving(request_id) as arrival:
-            try:
-                request = await self._on_tokenizer_thread(make)
-            except JaxpagedError as error:
-                self._thread.reject(self._intake.usable_id(request_id), error)
-                raise
-            mailbox = Mailbox(asyncio.get_running_loop(), is_delta=request.params.output_kind is RequestOutputKind.DELTA)
-            self._thread.add(request, mailbox, arrival)
-        is_finished = False
-        try:
-            while not is_finished:
-                output = await mailbox.get()
-                is_finished = output.finished
-                yield output
-        finally:
-            if not is_finished:
-                self._thread.forget(request.request_id, mailbox)
-
-    async def _on_tokenizer_thread[T](self, make: Callable[[], T]) -> T:
-        self.check_health()
-        try:
-            making = asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
-        except RuntimeError:  # another thread has closed the engine since the check
-            raise EngineDeadError("the engine is closed") from None
-        return await making
+    def _streams(self) -> RequestStreams:
+        return RequestStreams(self._thread, self._intake, self._tokenizer_pool, self._engine.clocks.monotonic)
 
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:

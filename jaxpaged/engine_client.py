@@ -1,14 +1,17 @@
 """What a server needs of an engine, and a request that has not begun."""
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Continuation, Messages, Prompt
-from jaxpaged.request import RequestOutput, SamplingParams
-from jaxpaged.scoring import ContinuationScore
+from jaxpaged.request import Pooling, RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpaged.embeddings import EmbeddingRequestOutput
+    from jaxpaged.scoring import ContinuationScore
 
 
 class Generation:
@@ -53,7 +56,11 @@ class EngineClient(Protocol):
 
     async def score(
         self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
-    ) -> ContinuationScore: ...
+    ) -> "ContinuationScore": ...
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+    ) -> "EmbeddingRequestOutput": ...
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
 

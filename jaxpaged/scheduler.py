@@ -133,6 +133,11 @@ class Scheduler:
         """When, by the clock, `expire` may next have something to end; None without time limits."""
         return self._deadlines.next_s
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The longest prompt that `check_fits` lets through."""
+        return self._limits.most_prompt_tokens
+
     def check_fits(self, num_prompt: int) -> None:
         """Checks that a prompt of `num_prompt` tokens can ever run.
 
@@ -233,7 +238,8 @@ class Scheduler:
                 if sequence.append(token_id):
                     finished.append(sequence)
         for sequence in finished:
-            if sequence.num_output_tokens:
+            if sequence.max_total_tokens > sequence.num_prompt_tokens + 1:
+                # How long an answer would have become, one of a single token does not tell.
                 self._admission.lengths.record(sequence.num_output_tokens)
             self._end(sequence, commit=True)
         for sequence in full:
@@ -330,9 +336,11 @@ class Scheduler:
             assert not any(sequence.tables), f"{sequence} waits and has pages"
             assert sequence.slot == NO_SLOT, f"{sequence} waits and has a slot"
             assert sequence.num_computed_tokens == 0, f"{sequence} waits and has computed tokens"
-        assert sorted(self._unfinished) == sorted(sequence.request_id for sequence in self.sequences), "a sequence is lost"
+        known = [*running.sequences, *waiting]
+        assert len(known) == len(self._unfinished), "a sequence is lost"
+        assert {sequence.request_id: sequence for sequence in known} == self._unfinished, "a sequence is lost"
         if not self._in_flight:
-            assert not any(sequence.num_pending_ids for sequence in self.sequences), "an id is pending and no step is in flight"
+            assert not any(sequence.num_pending_ids for sequence in known), "an id is pending and no step is in flight"
 
     def _check_new(self, sequence: Sequence) -> None:
         self.check_fits(sequence.num_prompt_tokens)

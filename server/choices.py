@@ -75,11 +75,11 @@ def prompt_logprobs(
     """What is told of a prompt's tokens in vLLM's format: by id, the token itself first."""
     if entries is None:
         return None
-    return [
-        entry
-        and {str(token_id): PromptLogprob(logprob.logprob, logprob.rank, logprob.decoded_token) for token_id, logprob in entry.items()}
-        for entry in entries
-    ]
+    return [None if entry is None else _by_id(entry) for entry in entries]
+
+
+def _by_id(entry: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
+    return {str(token_id): PromptLogprob(logprob.logprob, logprob.rank, logprob.decoded_token) for token_id, logprob in entry.items()}
 
 
 class LegacyLogprobs:

@@ -22,7 +22,10 @@ from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, Sam
 from server.errors import ClientLeftError
 from server.ledger import End
 
-_ERRORS: Final[Mapping[str, type[JaxpagedError]]] = {kind.code: kind for kind in (QueueTimeoutError, RequestTimeoutError)}
+_ERRORS: Final[Mapping[str, type[JaxpagedError]]] = {
+    QueueTimeoutError.code: QueueTimeoutError,
+    RequestTimeoutError.code: RequestTimeoutError,
+}
 
 type Outputs = list[tuple[int, RequestOutput]]
 """What came at the same time: the index of the prompt, and what is new of its answers."""

@@ -6,7 +6,7 @@ FAIL     `FailingRunner`: any runner, with a step that raises or sleeps, or a ro
 NARROW   `NarrowRunner` gives a compiled model smaller limits, so that one start serves engines with other budgets, chunks and pools.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
-from tests.script import History, allowed_id, follow, free_talk, script_result
+from tests.script import History, allowed_id, follow, free_talk, pooled_rows, scored_tokens, script_result
 
 __all__ = ["follow", "free_talk"]
 
@@ -122,19 +122,8 @@ class ScriptRunner:
             if slot < layout.num_slots:
                 self.last_ids[slot] = int(out[row])
         self.histories.append(histories)
-        return script_result(out, scripted, step["num_logprobs"], self.vocab, self._scored(step, histories))
-
-    def _scored(self, step: Mapping[str, np.ndarray], histories: Sequence[History]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For `script_result`: what follows tokens of prompts, where the logits peak there, and how many likeliest ids are wanted."""
-        num_top = step["scored_num_top"]
-        scripted = np.zeros_like(num_top)
-        live = [row for row in range(len(step["kv_lens"])) if step["kv_lens"][row]]
-        for index in np.flatnonzero(num_top >= 0).tolist():
-            place = int(step["scored_at"][index])
-            row = next(row for row in live if step["cu_q_lens"][row] <= place < step["cu_q_lens"][row + 1])
-            history = histories[live.index(row)][: int(step["positions"][place]) + 1]
-            scripted[index] = self._scripted(history, step["seed"][row])
-        return step["scored_next_ids"], scripted, num_top
+        prompt = scored_tokens(step, histories, self._scripted)
+        return script_result(out, scripted, step["num_logprobs"], self.vocab, prompt, pooled_rows(step, histories))
 
     def _scripted(self, history: History, seed: np.ndarray) -> int:
         if self.by_seed is None:

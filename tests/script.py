@@ -72,8 +72,40 @@ def allowed_id(scripted: int, vocab: int, banned_ids: Iterable[int], slot: SlotR
     return NO_ID if np.isneginf(logits).all() else int(np.argmax(logits))
 
 
+def live_rows(step: Mapping[str, np.ndarray]) -> list[int]:
+    """Rows of a packed step that have a history."""
+    return np.flatnonzero(step["kv_lens"]).tolist()
+
+
+def scored_tokens(
+    step: Mapping[str, np.ndarray], histories: Sequence[History], scripted_id: Callable[[History, np.ndarray], int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For `script_result`: what follows tokens of prompts, where the logits peak there, and how many likeliest ids are wanted."""
+    num_top = step["scored_num_top"]
+    scripted, live = np.zeros_like(num_top), live_rows(step)
+    for index in np.flatnonzero(num_top >= 0).tolist():
+        place = int(step["scored_at"][index])
+        row = next(row for row in live if step["cu_q_lens"][row] <= place < step["cu_q_lens"][row + 1])
+        history = histories[live.index(row)][: int(step["positions"][place]) + 1]
+        scripted[index] = scripted_id(history, step["seed"][row])
+    return step["scored_next_ids"], scripted, num_top
+
+
+def pooled_rows(step: Mapping[str, np.ndarray], histories: Sequence[History]) -> np.ndarray:
+    """For `script_result`: the hidden state of a token is (its id, 1, 0.5), and here are their sums over each row's history."""
+    pooled = np.zeros((len(step["kv_lens"]), 3), np.float32)
+    for row, history in zip(live_rows(step), histories, strict=True):
+        pooled[row] = sum(history), len(history), 0.5 * len(history)
+    return pooled
+
+
 def script_result(
-    ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int, prompt: tuple[np.ndarray, np.ndarray, np.ndarray]
+    ids: np.ndarray,
+    scripted: np.ndarray,
+    num_logprobs: np.ndarray,
+    vocab: int,
+    prompt: tuple[np.ndarray, np.ndarray, np.ndarray],
+    pooled: np.ndarray,
 ) -> StepResult:
     """What a step gives: the ids, and the log-probabilities of the logits in the module's docstring if a row wants any.
 
@@ -82,10 +114,11 @@ def script_result(
         scripted: int32 [seqs], where the logits peak.
         num_logprobs: int32 [seqs], of the packed step.
         vocab: ids lie below it.
-        prompt: the same three for the tokens of prompts that are scored: what follows, where the logits peak, how many are wanted.
+        prompt: of `scored_tokens`.
+        pooled: of `pooled_rows`.
     """
     rows: Any = script_rows(ids, scripted, num_logprobs, vocab)
-    return StepResult(ids, rows, script_rows(*prompt, vocab))  # type: ignore[arg-type]  # numpy stands for the device's arrays
+    return StepResult(ids, rows, script_rows(*prompt, vocab), pooled)  # type: ignore[arg-type]  # numpy stands for the device's arrays
 
 
 def script_rows(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> Any:

@@ -4,13 +4,13 @@ import asyncio
 import base64
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
 
-from jaxpaged.errors import InvalidRequestError, NotFoundError
-from jaxpaged.intake import Prompt
+from jaxpaged.embeddings import EmbeddingRequestOutput
+from jaxpaged.errors import InvalidRequestError
 from server.generation import all_or_none, check_length, cut_prompt, request_name, unless_client_leaves
 from server.ledger import End
 from server.operations import GENERATION_STATUSES, Operation
@@ -29,13 +29,6 @@ OPERATION: Final = Operation(
 )
 
 
-@runtime_checkable
-class Embedder(Protocol):
-    """An engine that gives embeddings; what it gives has `outputs.embedding`."""
-
-    async def embed(self, prompt: Prompt, *, request_id: str | None = None, priority: int = 0) -> Any: ...
-
-
 def embedding_routes(reception: Reception) -> list[HTTPRouteHandler]:
     """The handler of the path."""
     reader = BodyReader(EmbeddingRequest, EMBEDDINGS)
@@ -44,12 +37,10 @@ def embedding_routes(reception: Reception) -> list[HTTPRouteHandler]:
     async def create_embedding(request: Request[Any, Any, Any]) -> Response[bytes]:
         asked = await reception.read(request, reader, prefix="embd-")
         engine = reception.service.ready_engine()
-        if not isinstance(engine, Embedder):
-            raise NotFoundError("This engine gives no embeddings")
         prompts = split_prompts(asked.body.input, "input")
         check_num_prompts("input", len(prompts), reception.service.config.limits)
 
-        async def work() -> tuple[list[list[int]], list[Any]]:
+        async def work() -> tuple[list[list[int]], list[EmbeddingRequestOutput]]:
             limit = asked.body.truncate_prompt_tokens
             many = await asyncio.gather(*map(engine.prompt_ids, prompts))
             many = [cut_prompt(ids, limit, engine.max_model_len - 1) for ids in many]

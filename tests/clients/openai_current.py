@@ -6,6 +6,41 @@ import sys
 import openai
 
 
+def responses(client: openai.OpenAI, model: str) -> None:
+    first = client.responses.create(model=model, input="Say hello.", instructions="You are brief.", max_output_tokens=12, temperature=0)
+    assert first.output_text
+    assert first.usage.total_tokens == first.usage.input_tokens + first.usage.output_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    assert [item.content[0].text for item in client.responses.input_items.list(first.id)] == ["Say hello."]
+    second = client.responses.create(model=model, input="Again.", previous_response_id=first.id, max_output_tokens=8, temperature=0)
+    assert second.previous_response_id == first.id
+    assert second.usage.input_tokens > 20
+
+    with client.responses.stream(
+        model=model, input="Say hello.", instructions="You are brief.", max_output_tokens=12, temperature=0
+    ) as events:
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == first.output_text
+
+    with client.responses.create(model=model, input="Tell a long story.", max_output_tokens=400, stream=True) as events:
+        kinds = []
+        for event in events:
+            kinds.append(event.type)
+            if event.type == "response.created":
+                response_id = event.response.id
+            if kinds.count("response.output_text.delta") == 3 and event.type == "response.output_text.delta":
+                assert client.responses.cancel(response_id).status == "cancelled"
+    assert event.type == "response.incomplete"
+    assert event.response.status == "cancelled"
+    client.responses.delete(first.id)
+    try:
+        client.responses.retrieve(first.id)
+    except openai.NotFoundError:
+        pass
+    else:
+        raise AssertionError("it is still there")
+
+
 def main(base_url: str, model: str) -> None:
     client = openai.OpenAI(base_url=base_url, api_key="EMPTY", max_retries=0)
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Say hello."}]
@@ -61,6 +96,8 @@ def main(base_url: str, model: str) -> None:
             assert error.body["message"]
         else:
             raise AssertionError(f"{wrong} was taken")
+
+    responses(client, model)
 
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", max_retries=0) as many:

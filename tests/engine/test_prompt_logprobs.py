@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 from typing import Any
 
 import msgspec
@@ -164,7 +165,16 @@ def test_when_they_are_told(tiny: Started, kind: RequestOutputKind) -> None:
 
 
 @pytest.mark.usefixtures("in_flight")
-@pytest.mark.parametrize("fields", [{}, {"allowed_token_ids": [2]}, {"logprobs": 2}, {"detokenize": False}, {"n": 2, "temperature": 1.0}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"allowed_token_ids": [2]},
+        {"logprobs": 2},
+        {"detokenize": False},
+        {"n": 2, "temperature": 1.0, "output_kind": RequestOutputKind.FINAL_ONLY},
+    ],
+)
 def test_no_tokens_are_made_when_none_are_wanted(tiny: Started, reference: Reference, fields: dict[str, Any]) -> None:
     """What the last token of the prompt leads to is not told, and counts for nothing, be it an end token."""
     bench = tiny_bench(tiny)
@@ -213,6 +223,45 @@ def test_a_prompt_without_a_usable_number_fails_alone(tiny: Started, reference: 
     runner.spoiled = -1
     assert bench.ask(PROMPT, max_tokens=1).num_cached_tokens <= spoiled, "pages of a spoiled step were found"
     bench.after_check()
+
+
+@pytest.mark.usefixtures("in_flight")
+def test_random_orders_of_everything_tell_the_same(tiny: Started, reference: Reference) -> None:
+    """Chunks, cache, arrivals, evictions and aborts at random; prompts that begin alike."""
+    num_told = num_preemptions = num_cached = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        bench = tiny_bench(tiny, enable_prefix_caching=rng.random() < 0.8, max_num_batched_tokens=rng.choice((3, 7, 16, 40, 64)))
+        wanted: dict[str, tuple[int, int]] = {}
+        sequences = []
+        for _ in range(12):
+            prompt = rng.choice((PROMPT, OTHER))[: rng.choice((1, 2, 16, 17, 33, 38))] + rng.choice(([], [40, 41]))
+            num_top, first = rng.choice((0, 1, 4)), rng.choice((1, 1, 5, 17, 60))
+            params = SamplingParams(
+                temperature=1.0, seed=1, n=rng.choice((1, 1, 3)), max_tokens=rng.choice((0, 1, 3)), ignore_eos=True, prompt_logprobs=num_top
+            )
+            request = msgspec.structs.replace(bench.intake.request(prompt, params, arrival_s=0.0), score_from=first)
+            bench.engine.add(request)
+            wanted[request.request_id] = (num_top, min(first, len(prompt)))
+            sequences += bench.engine.scheduler.sequences
+            for _ in range(rng.randrange(4)):
+                bench.step()
+                if rng.random() < 0.3:
+                    bench.evict()
+            if rng.random() < 0.1:
+                bench.abort(request.request_id)
+        bench.run()
+        for request_id, (num_top, first) in wanted.items():
+            output = bench.last[request_id]
+            if output.outputs[0].finish_reason is FinishReason.LENGTH:
+                reference.check(output, num_top, first=first)
+                num_told += len(output.prompt_token_ids) - first
+                num_cached += output.num_cached_tokens
+        num_preemptions += sum(sequence.num_preemptions for sequence in set(sequences))
+        bench.after_check()
+    assert num_told > 1_000
+    assert num_preemptions > 20
+    assert num_cached > 100
 
 
 def test_no_program_holds_the_logits_of_all_tokens(tiny: Started) -> None:

@@ -196,6 +196,9 @@ class LiveServer:
         assert ends == {end.value: self.counts[end.value] for end in End}, "the client counted otherwise than the server"
         answered = [event for event in self.log.of(events.HttpAnswered) if event.end]
         assert Counter(event.end for event in answered) == +Counter(ends), "events tell otherwise than the books"
+        registry = self.service.metrics.registry
+        told = {end: registry.get_sample_value("jaxpaged_http_ends_total", {"end": end}) or 0 for end in ends}
+        assert told == ends, "the metrics tell otherwise than the books"
         finished = self.log.of(events.RequestFinished)
         assert sorted(event.request_id for event in finished) == sorted(event.request_id for event in self.log.of(events.RequestQueued))
         assert len(self.log.of(events.RequestReceived)) == len(self.log.of(events.RequestRejected)) + len(finished)

@@ -1,55 +1,27 @@
 """POST /v1/embeddings and /v1/score."""
 
 import base64
+import math
 import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from jaxpaged.errors import RequestFailedError
 from jaxpaged.tokenizer import Tokenizer
-from server.ledger import End
-from tests.server.live import LiveServer, live_server
+from tests.fakes import FailingRunner
+from tests.server.live import LiveServer, live_server, talker
 
 pytestmark = pytest.mark.jax
 
 
-class Vector(NamedTuple):
-    """What a test's engine gives."""
-
-    embedding: list[float]
-
-
-class Embedded(NamedTuple):
-    """The same as the engine's own type, as far as it is looked at."""
-
-    outputs: Vector
+def vector_of(ids: list[int]) -> Any:
+    """The mean of what SCRIPT has as hidden states, of length 1."""
+    mean = [sum(ids) / len(ids), 1.0, 0.5]
+    length = math.hypot(*mean)
+    return pytest.approx([number / length for number in mean], rel=1e-5)
 
 
-def vector_of(ids: list[int]) -> list[float]:
-    return [len(ids) / 8, ids[0] / 512, -0.5]
-
-
-@pytest.fixture
-def embedding_server(chat_tokenizer: Tokenizer) -> Iterator[LiveServer]:
-    """A server whose engine knows simple vectors, without computing anything."""
-    with live_server(chat_tokenizer) as server:
-
-        async def embed(prompt: Any, *, request_id: str, priority: int) -> Embedded:
-            ids = prompt["prompt_token_ids"]
-            if ids == [13]:
-                raise RequestFailedError("unlucky")
-            return Embedded(Vector(vector_of(ids)))
-
-        server.engine.embed = embed  # type: ignore[attr-defined]
-        yield server
-        # No request reached the real engine.
-        server.num_prompts = 0
-
-
-def test_texts_and_tokens_become_vectors(embedding_server: LiveServer) -> None:
-    server = embedding_server
+def test_texts_and_tokens_become_vectors(server: LiveServer) -> None:
     ids = server.post("/tokenize", {"prompt": "hello two"}).json["tokens"]
     for given, expected in (("hello two", [ids]), (["hello two", "x"], [ids, [123]]), (ids, [ids]), ([[5], ids], [[5], ids])):
         body = server.post("/v1/embeddings", {"input": given}).json
@@ -77,14 +49,16 @@ def test_texts_and_tokens_become_vectors(embedding_server: LiveServer) -> None:
         ({"dimensions": 3}, "dimensions"),
     ],
 )
-def test_what_is_no_input(embedding_server: LiveServer, fields: dict[str, Any], param: str) -> None:
-    reply = embedding_server.post("/v1/embeddings", {"input": "x", **fields})
+def test_what_is_no_input(server: LiveServer, fields: dict[str, Any], param: str) -> None:
+    reply = server.post("/v1/embeddings", {"input": "x", **fields})
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-def test_one_failure_fails_the_request(embedding_server: LiveServer) -> None:
-    assert embedding_server.post("/v1/embeddings", {"input": [[5], [13], [6]]}).status == 500
-    assert embedding_server.service.ledger.ends()[End.FAILED] == 1
+def test_one_failure_fails_the_request(chat_tokenizer: Tokenizer) -> None:
+    with live_server(chat_tokenizer, FailingRunner(talker(chat_tokenizer), without_id=lambda step, row: row == 0)) as server:
+        for path, body in (("/v1/embeddings", {"input": [[5], [13], [6]]}), ("/v1/score", {"prompt": "x", "continuation": "y"})):
+            reply = server.post(path, body)
+            assert (reply.status, reply.error["code"]) == (500, "request_failed")
 
 
 def test_scores_are_those_of_the_engine(server: LiveServer) -> None:

@@ -22,7 +22,7 @@ from tests.fakes import FailingRunner
 from tests.server.door_server import wait_until
 from tests.server.live import LiveServer, live_server, slowed, talker
 
-pytestmark = [pytest.mark.jax, pytest.mark.real]
+pytestmark = [pytest.mark.jax, pytest.mark.real, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "tests" / "clients"
@@ -71,7 +71,7 @@ def base_url(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
     try:
         found = None
-        deadline_s = time.monotonic() + 240
+        deadline_s = time.monotonic() + 600
         while found is None:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxpaged import events
 from jaxpaged.config import Config, LogConfig, ServerConfig
 from jaxpaged.tokenizer import Tokenizer
 from server.ledger import End
@@ -49,8 +50,11 @@ def test_events_are_separated_by_two_line_feeds_and_nothing_else(server: LiveSer
 
 
 def test_one_event_per_step_of_the_engine(server: LiveServer) -> None:
+    before = len(server.log.of(events.StepFinished))
     reply = server.chat("steps", stream=True, n=4, max_tokens=12)
-    assert len(reply.json) <= 13
+    server.after_check()
+    num_steps = len(server.log.of(events.StepFinished)) - before
+    assert len(reply.json) <= num_steps <= 20
     assert all(len({choice["index"] for choice in chunk["choices"]}) == len(chunk["choices"]) for chunk in reply.json)
     assert {choice["index"] for chunk in reply.json for choice in chunk["choices"]} == {0, 1, 2, 3}
 
@@ -209,7 +213,7 @@ def test_a_client_that_does_not_read_is_bounded_and_dropped(chat_tokenizer: Toke
 def test_a_slow_reader_gets_everything_in_fewer_events(chat_tokenizer: Tokenizer) -> None:
     runner = slowed(talker(chat_tokenizer, max_model_len=8192, num_pages=600), 0.0005)
     with live_server(chat_tokenizer, runner) as server:
-        body = {**LONG, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
+        body = {**LONG, "max_tokens": 250, "logprobs": True, "top_logprobs": 20}
         whole = server.post("/v1/chat/completions", body)
         connection = server.open("/v1/chat/completions", {**body, "stream": True}, receive_buffer=4096)
         wait_until(lambda: server.engine._engine.num_unfinished == 1)
@@ -221,7 +225,7 @@ def test_a_slow_reader_gets_everything_in_fewer_events(chat_tokenizer: Tokenizer
         server.counts[End.LENGTH] += 1
         server.num_prompts += 1
         made = [json.loads(part.removeprefix(b"data: ")) for part in chunks(content).split(b"\n\n") if part.startswith(b"data: {")]
-        assert len(made) < 300
+        assert len(made) < 200
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in made) == whole.text
         logprobs = [entry for chunk in made for entry in chunk["choices"][0]["logprobs"]["content"]]
         assert logprobs == whole.json["choices"][0]["logprobs"]["content"]

@@ -1,5 +1,6 @@
 """Log-probabilities as the device computes them, against numpy in float64: blocks of prompt tokens, modes, ties, impossible ids."""
 
+import functools
 from typing import Any, get_args
 
 import jax
@@ -60,6 +61,11 @@ def check_rows(got: LogprobRows, values: np.ndarray, ids: np.ndarray, *, has_top
             assert not top_ids[row].any()
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def run_prompt(hidden: Any, head: Any, scored: Any, mode: LogprobsMode) -> LogprobRows:
+    return prompt_logprobs(hidden, scored, lambda x: x @ head.T, NUM_IDS, mode)
+
+
 class Prompts:
     """Random hidden states and a head whose logits are multiples of 1/8, so that many of them are equal."""
 
@@ -80,15 +86,10 @@ class Prompts:
         self.logits = logits
 
     def run(self, mode: LogprobsMode = "raw_logprobs") -> LogprobRows:
-        head = self.head
-
-        def compute(hidden: Any, scored: Any) -> LogprobRows:
-            return prompt_logprobs(hidden, scored, lambda x: x @ head.T, NUM_IDS, mode)
-
-        return jax.jit(compute)(jnp.asarray(self.hidden), self.scored)
+        return run_prompt(jnp.asarray(self.hidden), jnp.asarray(self.head), self.scored, mode)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_scored"), [(2, 1), (32, 32), (48, 33), (96, 64), (100, 97)])
+@pytest.mark.parametrize(("num_tokens", "num_scored"), [(2, 1), (48, 33), (100, 32), (100, 64), (100, 97), (100, 100)])
 def test_prompt_tokens_equal_numpy_around_every_block_edge(num_tokens: int, num_scored: int) -> None:
     prompts = Prompts(num_tokens, num_scored, [20] * num_scored, seed=num_tokens + num_scored)
     got = prompts.run()
@@ -99,7 +100,7 @@ def test_prompt_tokens_equal_numpy_around_every_block_edge(num_tokens: int, num_
 
 
 def test_likeliest_ids_are_looked_for_only_in_blocks_that_want_them() -> None:
-    prompts = Prompts(96, 90, [0] * 32 + [0] * 31 + [1] + [0] * 26, seed=1)
+    prompts = Prompts(100, 90, [0] * 32 + [0] * 31 + [1] + [0] * 26, seed=1)
     got = prompts.run()
     values = log_softmax(prompts.logits)
     for start, has_top in ((0, False), (32, True), (64, False)):
@@ -108,22 +109,35 @@ def test_likeliest_ids_are_looked_for_only_in_blocks_that_want_them() -> None:
 
 
 def test_nobody_asks_and_nothing_is_computed() -> None:
-    prompts = Prompts(64, 0, [], seed=2)
+    prompts = Prompts(100, 0, [], seed=2)
     prompts.hidden.fill(np.nan)
     assert not any(np.asarray(array).any() for array in prompts.run())
 
 
-@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
-def test_logits_of_prompts(mode: LogprobsMode) -> None:
-    prompts = Prompts(40, 40, [20] * 40, seed=3)
-    check_rows(prompts.run(mode), prompts.logits.astype(np.float64), prompts.ids)
+def test_logits_of_prompts() -> None:
+    prompts = Prompts(48, 40, [20] * 40, seed=3)
+    check_rows(prompts.run("raw_logits"), prompts.logits.astype(np.float64), prompts.ids)
 
 
 def test_an_impossible_next_id_has_no_probability_and_the_last_rank() -> None:
-    prompts = Prompts(4, 3, [20] * 3, seed=4)
-    scored = prompts.scored._replace(next_ids=jnp.asarray([NUM_IDS, VOCAB - 1, 5, 0], jnp.int32))
-    prompts.scored = scored
+    prompts = Prompts(100, 3, [20] * 3, seed=4)
+    prompts.scored = prompts.scored._replace(next_ids=prompts.scored.next_ids.at[:3].set(jnp.asarray([NUM_IDS, VOCAB - 1, 5])))
     check_rows(prompts.run(), log_softmax(prompts.logits), np.array([NUM_IDS, VOCAB - 1, 5]))
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def run_answers(raw: Any, shaped: Any, ids: Any, rows: Any, wanted: Any, mode: LogprobsMode) -> LogprobRows:
+    return answer_logprobs(raw, shaped, ids, rows, wanted, NUM_IDS, mode)
+
+
+def six_rows() -> SamplingRows:
+    """Greedy, and sampled in five ways."""
+    return rows_of(
+        temperature=[0.0, 1.0, 0.3, 2.0, 1.0, 0.7],
+        top_k=[0, 0, 25, 200, 0, 1],
+        top_p=[1.0, 1.0, 1.0, 0.8, 0.9, 1.0],
+        min_p=[0.0, 0.1, 0.0, 0.0, 0.0, 0.0],
+    )
 
 
 def processed(shaped: np.ndarray, rows: SamplingRows) -> np.ndarray:
@@ -150,26 +164,19 @@ def processed(shaped: np.ndarray, rows: SamplingRows) -> np.ndarray:
 @pytest.mark.parametrize("mode", get_args(LogprobsMode))
 def test_what_answers_are_told_in_each_mode(mode: LogprobsMode) -> None:
     rng = np.random.default_rng(5)
-    rows = rows_of(
-        temperature=[0.0, 1.0, 0.3, 2.0, 1.0, 0.7],
-        top_k=[0, 0, 25, 200, 0, 1],
-        top_p=[1.0, 1.0, 1.0, 0.8, 0.9, 1.0],
-        min_p=[0.0, 0.1, 0.0, 0.0, 0.0, 0.0],
-    )
+    rows = six_rows()
     raw = rng.standard_normal((6, VOCAB)).astype(np.float32) * 3
     shaped = raw + rng.standard_normal((6, VOCAB)).astype(np.float32)
     values = np.where(np.arange(VOCAB) < NUM_IDS, raw, -np.inf).astype(np.float64)
     if mode.startswith("processed"):
         values = processed(shaped, rows)
     ids = np.array([np.flatnonzero(np.isfinite(own))[-1] for own in values])
-    got = jax.jit(lambda *args: answer_logprobs(*args, NUM_IDS, mode))(
-        jnp.asarray(raw), jnp.asarray(shaped), jnp.asarray(ids, jnp.int32), rows, jnp.asarray([True] + [False] * 5)
-    )
+    wanted = jnp.asarray([True] + [False] * 5)
+    got = run_answers(jnp.asarray(raw), jnp.asarray(shaped), jnp.asarray(ids, jnp.int32), rows, wanted, mode)
     check_rows(got, log_softmax(values) if mode.endswith("logprobs") else values, ids)
 
 
 def test_no_answer_wants_any() -> None:
-    rows = rows_of([0.0, 1.0], [0, 0], [1.0, 1.0], [0.0, 0.0])
-    nan = jnp.full((2, VOCAB), jnp.nan)
-    got = answer_logprobs(nan, nan, jnp.zeros(2, jnp.int32), rows, jnp.zeros(2, bool), NUM_IDS, "raw_logprobs")
+    nan = jnp.full((6, VOCAB), jnp.nan)
+    got = run_answers(nan, nan, jnp.zeros(6, jnp.int32), six_rows(), jnp.zeros(6, bool), "raw_logprobs")
     assert not any(np.asarray(array).any() for array in got)
