@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from jaxpaged.tokenizer import Tokenizer
-<<<<<<< HEAD
-from server.ledger import End
-from tests.server.door_server import wait_until
-from tests.server.live import LiveServer, live_server
-=======
 from tests.fakes import FailingRunner
 from tests.server.live import LiveServer, live_server, talker
->>>>>>> server-api
 
 pytestmark = pytest.mark.jax
 
@@ -60,18 +54,11 @@ def test_what_is_no_input(server: LiveServer, fields: dict[str, Any], param: str
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-<<<<<<< HEAD
-def test_one_failure_fails_the_request(embedding_server: LiveServer) -> None:
-    assert embedding_server.post("/v1/embeddings", {"input": [[5], [13], [6]]}).status == 500
-    wait_until(lambda: embedding_server.service.ledger.num_open == 0)
-    assert embedding_server.service.ledger.ends()[End.FAILED] == 1
-=======
 def test_one_failure_fails_the_request(chat_tokenizer: Tokenizer) -> None:
     with live_server(chat_tokenizer, FailingRunner(talker(chat_tokenizer), without_id=lambda step, row: row == 0)) as server:
         for path, body in (("/v1/embeddings", {"input": [[5], [13], [6]]}), ("/v1/score", {"prompt": "x", "continuation": "y"})):
             reply = server.post(path, body)
             assert (reply.status, reply.error["code"]) == (500, "request_failed")
->>>>>>> server-api
 
 
 def test_scores_are_those_of_the_engine(server: LiveServer) -> None:
