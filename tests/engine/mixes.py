@@ -56,13 +56,13 @@ def _random_fields(rng: random.Random, vocab: int, eos_token_id: int) -> dict[st
         "frequency_penalty": lambda: rng.uniform(-2, 2),
         "repetition_penalty": lambda: rng.choice((1.0, 0.5, 0.9, 1.1, 1.5, 3.0)),
         "logit_bias": lambda: bias,
-        "allowed_token_ids": lambda: rng.choice((ids(3), ids(20), ids(200), [eos_token_id])),
+        "allowed_token_ids": lambda: rng.choice((ids(3), ids(200), [eos_token_id], [eos_token_id])),
         "bad_words": lambda: words(6),
         "logprobs": lambda: rng.choice((0, 1, 5, 20)),
         "seed": lambda: rng.choice((-1, 0, 7, rng.getrandbits(63))),
         "stop": lambda: rng.choice((words(12), words(12), words(1)[0])),
         "include_stop_str_in_output": lambda: True,
-        "stop_token_ids": lambda: ids(40),
+        "stop_token_ids": lambda: rng.sample(range(vocab), rng.choice((1, 64, 64))),
         "ignore_eos": lambda: True,
         "min_tokens": lambda: rng.randint(0, 8),
         "skip_special_tokens": lambda: False,
@@ -71,7 +71,7 @@ def _random_fields(rng: random.Random, vocab: int, eos_token_id: int) -> dict[st
         "n": lambda: rng.choice((1, 2, 3)),
     }
     # What changes most answers at once is seldom, so that the others are seen too.
-    chances = {"temperature": 0.9, "allowed_token_ids": 0.1, "n": 0.2, "detokenize": 0.1, "stop": 0.35, "stop_token_ids": 0.2}
+    chances = {"temperature": 0.9, "allowed_token_ids": 0.12, "n": 0.2, "detokenize": 0.1, "stop": 0.35, "stop_token_ids": 0.3}
     fields = {name: make() for name, make in kinds.items() if rng.random() < chances.get(name, 0.35)}
     # Up to the end of the context once in a while.
     return fields | {
