@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
-from jaxpaged.sampling import NO_ID, NUM_TOP, _pick, keep_threshold, sample, uniform
+from jaxpaged.sampling import NO_ID, NUM_TOP, _pick, find_largest, highest_of, keep_threshold, sample, uniform
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -20,7 +20,6 @@ COUNT, VOCAB = 64, 1000
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NO_PENALTY = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 run_sample = jax.jit(sample, static_argnames="num_ids")
-run_threshold = jax.jit(keep_threshold)
 
 
 def rows(count: int, *, vocab: int, seed: np.ndarray | None = None, position: np.ndarray | int = 3, **fields: object) -> SamplingRows:
@@ -47,6 +46,12 @@ def rows(count: int, *, vocab: int, seed: np.ndarray | None = None, position: np
 def draw(logits: np.ndarray, rows: SamplingRows, num_ids: int | None = None) -> np.ndarray:
     """Ids of `sample`, as numpy."""
     return np.asarray(run_sample(jnp.asarray(logits, jnp.float32), rows, num_ids=logits.shape[1] if num_ids is None else num_ids))
+
+
+@jax.jit
+def run_threshold(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """`keep_threshold` of the largest logits."""
+    return keep_threshold(logits, find_largest(logits, highest_of(logits)), rows)
 
 
 def kept_by_sorting(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, float]:
@@ -95,14 +100,8 @@ def test_masks_equal_the_sorted_reference(vocab: int, ks: tuple[int, ...], ps: t
         block = cases[start : start + width]
         block += block[-1:] * (width - len(block))
         scaled = np.stack([case[0] for case in block])
-        columns = [np.array([case[column] for case in block]) for column in (1, 2, 3)]
-        threshold = run_threshold(
-            jnp.asarray(scaled),
-            jnp.exp(jnp.asarray(scaled)),
-            jnp.asarray(columns[0], jnp.int32),
-            jnp.asarray(columns[1], jnp.float32),
-            jnp.asarray(columns[2], jnp.float32),
-        )
+        top_k, top_p, min_p = (np.array([case[column] for case in block]) for column in (1, 2, 3))
+        threshold = run_threshold(jnp.asarray(scaled), rows(width, vocab=vocab, top_k=top_k, top_p=top_p, min_p=min_p))
         got = scaled >= np.asarray(threshold)[:, None]
         for own, (row, k, p, m) in zip(got, block, strict=True):
             expected, margin = kept_by_sorting(row, k, p, m)
