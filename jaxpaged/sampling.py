@@ -21,6 +21,7 @@ NUM_TOP = 128
 NUM_FEW = 4
 """Rows that are searched apart from the others, where no more need it."""
 CDF_BLOCK = 128
+_ALL_BUT_SIGN = 2**31 - 1
 NO_ID = -1
 """What a row gives whose logits are NaN or all forbidden; the engine ends it with an error."""
 
@@ -49,20 +50,45 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int)
         logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
     logits = lax.cond(jnp.any(rows.banned_ids < vocab), _ban, lambda logits, _: logits, logits, rows.banned_ids)
     is_greedy = rows.temperature < GREEDY_TEMPERATURE
-    highest = highest_of(logits)
+    maxima = block_maxima(logits)
+    highest = highest_of(maxima)
     nothing = jnp.zeros(logits.shape[0], jnp.int32)
     greedy = lax.cond(jnp.any(is_greedy), _first_of_the_highest, lambda *_: nothing, logits, highest)
-    drawn = lax.cond(jnp.all(is_greedy), lambda *_: nothing, _draw, logits, highest, rows)
+    drawn = lax.cond(jnp.all(is_greedy), lambda *_: nothing, _draw, logits, maxima, rows)
     # The highest of a row with a NaN is NaN, and one of -inf means that every id is forbidden.
     return jnp.where(jnp.isfinite(highest), jnp.where(is_greedy, greedy, drawn), NO_ID)
 
 
-def highest_of(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows"]:
-    """The largest logit of each row, NaN if there is one: as integers, since XLA's maximum of floats may pass over a NaN on CPU."""
-    bits = lax.bitcast_convert_type(logits, jnp.int32)
-    ordered = jnp.where(jnp.isnan(logits), jnp.int32(2**31 - 1), bits ^ (bits >> 31 & jnp.int32(2**31 - 1)))
-    highest = jnp.max(ordered, axis=-1)
-    return lax.bitcast_convert_type(highest ^ (highest >> 31 & jnp.int32(2**31 - 1)), jnp.float32)
+def _in_blocks(logits: Float[Array, "rows vocab"]) -> Array:
+    """The logits as [rows, ids of a block, blocks]: maxima over whole vectors, since every so many ids are of one block."""
+    num_rows, vocab = logits.shape
+    size = _block_size(vocab)
+    num_blocks = -(-vocab // size)
+    return jnp.pad(logits, ((0, 0), (0, num_blocks * size - vocab)), constant_values=-jnp.inf).reshape(num_rows, size, num_blocks)
+
+
+def _block_size(vocab: int) -> int:
+    """About the size that costs both searches for the largest the same; if it can be, one that divides the vocabulary."""
+    best = max(1, math.isqrt(vocab // NUM_TOP))
+    sizes = sorted(range(max(1, best // 2), 2 * best + 1), key=lambda size: abs(size - best))
+    return next((size for size in sizes if vocab % size == 0), best)
+
+
+def block_maxima(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks"]:
+    """The largest logit of each block; NaN if there is one. Compared as integers: XLA's maximum of floats may pass over a NaN on CPU."""
+    blocks = _in_blocks(logits)
+    ordered = jnp.where(jnp.isnan(blocks), jnp.int32(_ALL_BUT_SIGN), _swap_negatives(lax.bitcast_convert_type(blocks, jnp.int32)))
+    return lax.bitcast_convert_type(_swap_negatives(jnp.max(ordered, axis=1)), jnp.float32)
+
+
+def highest_of(maxima: Float[Array, "rows blocks"]) -> Float[Array, "rows"]:
+    """The largest logit of each row; NaN if there is one."""
+    return jnp.where(jnp.any(jnp.isnan(maxima), axis=1), jnp.nan, jnp.max(maxima, axis=1))
+
+
+def _swap_negatives(bits: Array) -> Array:
+    """Bits of floats to integers in their order, and back."""
+    return bits ^ (bits >> 31 & jnp.int32(_ALL_BUT_SIGN))
 
 
 def _first_of_the_highest(logits: Float[Array, "rows vocab"], highest: Float[Array, "rows"]) -> Int32[Array, "rows"]:
@@ -76,10 +102,11 @@ def _ban(logits: Float[Array, "rows vocab"], banned_ids: Int32[Array, "rows bann
     return logits.at[row, banned_ids].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits: Float[Array, "rows vocab"], highest: Float[Array, "rows"], rows: SamplingRows) -> Int32[Array, "rows"]:
+def _draw(logits: Float[Array, "rows vocab"], maxima: Float[Array, "rows blocks"], rows: SamplingRows) -> Int32[Array, "rows"]:
     """A row that keeps none but its largest logits draws among these alone: the same id, but for the last bits of sums."""
     rows = rows._replace(temperature=jnp.where(rows.temperature < GREEDY_TEMPERATURE, 1.0, rows.temperature))
-    largest = find_largest(logits, highest)
+    largest = find_largest(logits, maxima)
+    highest = largest.highest
     threshold = keep_threshold(logits, largest, rows)
     draw = uniform(rows.seed, rows.position)
     top = _scaled(largest.values, highest, rows.temperature)
@@ -111,34 +138,24 @@ def _for_rows(is_wanted: Bool[Array, "rows"], work: Callable[..., Array], arrays
 
 
 def _scaled(logits: Array, highest: Float[Array, "rows"], temperature: Float[Array, "rows"]) -> Array:
-    # Subtracting the maximum first keeps tiny temperatures finite.
-    return (logits - highest[:, None]) / temperature[:, None]
+    # Subtracting the maximum first keeps tiny temperatures finite. XLA divides by a broadcast number now in one way and now in another.
+    return (logits - highest[:, None]) * (1 / temperature)[:, None]
 
 
-def find_largest(logits: Float[Array, "rows vocab"], highest: Float[Array, "rows"]) -> Largest:
-    """The largest logits of each row: they lie in as many groups as there are of them, those with the largest maxima."""
+def find_largest(logits: Float[Array, "rows vocab"], maxima: Float[Array, "rows blocks"]) -> Largest:
+    """The largest logits of each row: they lie in as many blocks as there are of them, those with the largest maxima."""
     num_rows, vocab = logits.shape
-    num_top = min(NUM_TOP, vocab)
-    group_size = _group_size(vocab)
-    num_groups = -(-vocab // group_size)
-    if num_groups <= num_top:
+    num_top, num_blocks = min(NUM_TOP, vocab), maxima.shape[1]
+    highest = highest_of(maxima)
+    if num_blocks <= num_top:
         values, ids = lax.top_k(logits, num_top)
         return Largest(values, ids.astype(jnp.int32), highest)
-    # Every `num_groups`-th id belongs to one group, so that maxima are taken over whole vectors.
-    padding = num_groups * group_size - vocab
-    groups = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(num_rows, group_size, num_groups)
-    chosen = lax.top_k(jnp.max(groups, axis=1), num_top)[1]
-    values = jnp.take_along_axis(groups, chosen[:, None, :], axis=2).reshape(num_rows, -1)
-    places = (jnp.arange(group_size)[:, None] * num_groups + chosen[:, None, :]).reshape(num_rows, -1)
+    chosen = lax.top_k(maxima, num_top)[1][:, None, :]
+    blocks = _in_blocks(logits)
+    values = jnp.take_along_axis(blocks, chosen, axis=2).reshape(num_rows, -1)
+    ids = (jnp.arange(blocks.shape[1])[:, None] * num_blocks + chosen).reshape(num_rows, -1)
     values, at = lax.top_k(values, num_top)
-    return Largest(values, jnp.take_along_axis(places, at, axis=1).astype(jnp.int32), highest)
-
-
-def _group_size(vocab: int) -> int:
-    """About the size with which both searches look at equally many logits; one that divides the vocabulary if there is such."""
-    best = max(1, math.isqrt(vocab // NUM_TOP))
-    sizes = sorted(range(max(1, best // 2), 2 * best + 1), key=lambda size: abs(size - best))
-    return next((size for size in sizes if vocab % size == 0), best)
+    return Largest(values, jnp.take_along_axis(ids, at, axis=1).astype(jnp.int32), highest)
 
 
 def uniform(seed: UInt32[Array, "rows 2"], position: Int32[Array, "rows"]) -> Float[Array, "rows"]:

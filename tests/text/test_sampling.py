@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
-from jaxpaged.sampling import NO_ID, NUM_TOP, _pick, find_largest, highest_of, keep_threshold, sample, uniform
+from jaxpaged.sampling import NO_ID, NUM_FEW, NUM_TOP, _pick, block_maxima, find_largest, keep_threshold, sample, uniform
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -51,7 +51,7 @@ def draw(logits: np.ndarray, rows: SamplingRows, num_ids: int | None = None) -> 
 @jax.jit
 def run_threshold(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """`keep_threshold` of the largest logits."""
-    return keep_threshold(logits, find_largest(logits, highest_of(logits)), rows)
+    return keep_threshold(logits, find_largest(logits, block_maxima(logits)), rows)
 
 
 def kept_by_sorting(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, float]:
@@ -238,6 +238,41 @@ def test_a_row_of_nan_has_no_id_and_its_neighbours_are_untouched() -> None:
         assert (ids[[2, 3, 4, 5]] == NO_ID).all()
         assert np.array_equal(np.delete(ids, [2, 3, 4, 5]), np.delete(clean, [2, 3, 4, 5]))
         assert NO_ID not in clean
+
+
+@pytest.mark.parametrize("vocab", [5, NUM_TOP, NUM_TOP + 1, 1000, 1009, 5003, 49152])
+def test_the_largest_logits_are_those_of_a_sort(vocab: int) -> None:
+    """Of vocabularies that no block size divides, too, with ties, forbidden ids and NaN anywhere."""
+    rng = np.random.default_rng(vocab)
+    shapes = [*shapes_of_logits(vocab, rng), np.full(vocab, -np.inf, np.float32)]
+    spoiled = np.repeat(shapes[1][None], 4, axis=0)
+    spoiled[range(4), [0, vocab // 2, vocab - 2, vocab - 1]] = [np.nan, -np.nan, np.nan, np.inf]
+    logits = np.concatenate([np.stack(shapes), spoiled])
+    values, ids, highest = (np.asarray(array) for array in jax.jit(lambda x: find_largest(x, block_maxima(x)))(jnp.asarray(logits)))
+    assert np.isnan(highest[-4:-1]).all()
+    assert np.array_equal(highest[:-4], logits[:-4].max(axis=1))
+    assert np.isposinf(highest[-1])
+    for row, own, chosen in zip(logits[:-4], values, ids, strict=False):
+        assert np.array_equal(own, np.sort(row)[::-1][:NUM_TOP])
+        assert np.array_equal(row[chosen], own)
+        assert len(set(chosen.tolist())) == len(chosen)
+
+
+def test_few_rows_that_need_a_search_get_what_many_do() -> None:
+    """Rows whose mass no few ids hold, or that want more than the largest: alone, few and many of them beside others."""
+    rng = np.random.default_rng(8)
+    logits = (8 * rng.standard_normal((COUNT, VOCAB))).astype(np.float32)
+    flat = (0.1 * rng.standard_normal((COUNT, VOCAB))).astype(np.float32)
+    options = {"top_p": rng.choice([0.9, 0.99, 1.0], COUNT), "top_k": rng.choice([0, 300], COUNT)}
+    expected = draw(flat, rows(COUNT, vocab=VOCAB, **options))
+    beside = draw(logits, rows(COUNT, vocab=VOCAB, **options))
+    for num_flat in (1, NUM_FEW - 1, NUM_FEW, NUM_FEW + 1):
+        at = rng.permutation(COUNT)[:num_flat]
+        mixed = logits.copy()
+        mixed[at] = flat[at]
+        ids = draw(mixed, rows(COUNT, vocab=VOCAB, **options))
+        assert np.array_equal(ids[at], expected[at])
+        assert np.array_equal(np.delete(ids, at), np.delete(beside, at))
 
 
 def test_banned_ids_are_never_chosen() -> None:
