@@ -203,14 +203,29 @@ def samples_of(request: Request, n: int) -> list[Request]:
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Monotonic times in seconds and counts of one request; `first_token_s` is None before the first token."""
+    """Monotonic times in seconds and counts of one request, over all its answers; a time is None until it has come.
+
+    Attributes:
+        arrival_s: when it came to the door (vLLM's `arrival_time`, there by the wall clock).
+        queued_s: when the engine took it in (`queued_ts`).
+        first_scheduled_s: when the first of its tokens was first computed (`scheduled_ts`).
+        first_token_s: when the first token of an answer was there (`first_token_ts`).
+        last_token_s: when the newest one was (`last_token_ts`).
+        finished_s: when its last answer ended.
+        num_preemptions: how often it gave its pages back.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        num_output_tokens: tokens of all answers (`num_generation_tokens`).
+    """
 
     arrival_s: float
+    queued_s: float | None = None
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:
