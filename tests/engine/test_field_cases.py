@@ -193,7 +193,7 @@ def test_o19_penalties_see_the_same_history_from_the_cache_and_without(tiny: Sta
     prompt = [20 + index % 9 for index in range(40)]
     # Biased so that the answer repeats itself and the prompt, or the penalties would change nothing.
     plain: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logit_bias": dict.fromkeys(range(20, 29), 5.0)}
-    asked = {**plain, field: 1.3}
+    asked = {**plain, field: 3.0 if field == "repetition_penalty" else 1.3}
     cached, fresh, chunked = tiny_bench(tiny), tiny_bench(tiny, enable_prefix_caching=False), tiny_bench(tiny, max_num_batched_tokens=16)
     answers = [cached.ask(prompt, **asked) for _ in range(3)]
     assert [answer.num_cached_tokens for answer in answers] == [0, 32, 32]
