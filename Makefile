@@ -9,6 +9,9 @@ endif
 RUN_LOCKS := $(or $(DEVICE),base dev cuda12 cuda13)
 TEST_LOCKS := $(or $(DEVICE),dev cuda12 cuda13)
 SETUP := bash scripts/setup_venv.sh
+# A file's tests stay in one process, in the order of the areas; JOBS=0 runs all in one.
+JOBS ?= 2
+IN_PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PYTEST := .venv/bin/python -m pytest
 
 # The prompt as typed, dollar signs and quotes included.
@@ -28,10 +31,10 @@ demo: setup ## install, pull the default model and stream an answer (PROMPT="...
 	@.venv/bin/jaxpaged generate --chat --temperature 0.2 --top-p 0.9 --seed 0 -- "$${PROMPT:-What is the capital of France? Answer in one sentence.}"
 
 test: lint ## everything that has to pass: lint, then all tests, under 12 minutes on 2 cores
-	$(PYTEST)
+	$(PYTEST) $(IN_PARALLEL)
 
 test-fast: setup-dev ## the tests that need neither jax nor a model, under 2 minutes
-	$(PYTEST) --fast
+	$(PYTEST) $(IN_PARALLEL) --fast
 
 lint: setup-dev ## ruff, ruff format, mypy, and a syntax check of the scripts
 	.venv/bin/ruff check .
@@ -40,14 +43,14 @@ lint: setup-dev ## ruff, ruff format, mypy, and a syntax check of the scripts
 	@for script in scripts/*.sh .ci/run; do bash -n "$$script" || exit; done
 
 test-kernels: setup-dev ## the large kernel tests: more cases, the GPU interpreter
-	$(PYTEST) --tier kernels
+	$(PYTEST) $(IN_PARALLEL) --tier kernels
 
 test-system: setup-dev ## the tests that start whole processes
 	$(PYTEST) --tier system
 
 test-min-jax: ## contract, interpreter and batch = alone on the oldest jax we support, in .venv-min-jax
 	@$(SETUP) .venv-min-jax min-jax
-	.venv-min-jax/bin/python -m pytest --tier min-jax
+	.venv-min-jax/bin/python -m pytest $(IN_PARALLEL) --tier min-jax
 
 test-long: setup-dev ## the long versions of one area: AREA=pages|sampling|server|kernels|models|diagnose
 	$(PYTEST) --tier long --area $(or $(AREA),$(error AREA is one of pages sampling server kernels models diagnose))

@@ -4,25 +4,22 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
-
-import msgspec
 
 from jaxpaged.api import open_own_sinks, settle_config
 from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient, Generation
 from jaxpaged.engine_control import Pause, PauseMode, check_flag, wake_tags
 from jaxpaged.engine_thread import EngineThread
-from jaxpaged.errors import EngineDeadError, InvalidRequestError, JaxpagedError
+from jaxpaged.errors import InvalidRequestError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
-from jaxpaged.mailbox import Mailbox
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request_streams import RequestStreams
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -207,37 +204,11 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    async def _outputs(
+    def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
-        arrival_s = time.monotonic()
-        self.check_health()
-        params = params or self._intake.default_params
-        if kind is not None and isinstance(params, SamplingParams):
-            params = msgspec.structs.replace(params, output_kind=kind)
-        loop = asyncio.get_running_loop()
-        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
-        with self._thread.arriving(request_id) as arrival:
-            try:
-                making = loop.run_in_executor(self._tokenizer_pool, make)
-            except RuntimeError:  # another thread has closed the engine since the check
-                raise EngineDeadError("the engine is closed") from None
-            try:
-                request = await making
-            except JaxpagedError as error:
-                self._thread.reject(self._intake.usable_id(request_id), error)
-                raise
-            mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
-            self._thread.add(request, mailbox, arrival)
-        is_finished = False
-        try:
-            while not is_finished:
-                output = await mailbox.get()
-                is_finished = output.finished
-                yield output
-        finally:
-            if not is_finished:
-                self._thread.forget(request.request_id, mailbox)
+        streams = RequestStreams(self._thread, self._intake, self._tokenizer_pool, self._engine.clocks.monotonic)
+        return streams.outputs(prompt, params, request_id, priority, kind)
 
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:

@@ -20,12 +20,14 @@ from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.model_loader import describe_model, load_model
-from jaxpaged.model_runner import LoadedModel, ModelRunner
+from jaxpaged.model_runner import ModelRunner
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
+from jaxpaged.step_program import LoadedModel
 from jaxpaged.tokenizer import Tokenizer
+from jaxpaged.traced_programs import TracedPrograms
 
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
@@ -37,7 +39,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     emit, clocks, phase = report.emit, report.clocks, report.phase
     is_gpu = jax.default_backend() == "gpu"
     num_threads = config.cpu.threads or available_cpus()
-    use_persistent_cache(_compile_cache_folder(config))
+    programs_folder = _programs_folder(config)
+    use_persistent_cache(programs_folder)
     phase("load", f"loading {files.name}")
     tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
     with open_checkpoint(files) as checkpoint:
@@ -76,6 +79,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             cache=config.cache,
             num_ids=min(tokenizer.vocab_size, model.config.vocab),
             max_parallel=config.compilation.max_parallel or num_threads,
+            traced=TracedPrograms(programs_folder and programs_folder / "traced"),
             load_again=load_again,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
@@ -139,7 +143,7 @@ def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
     reserve_pages_of(config.scheduler, num_pages - 1)
 
 
-def _compile_cache_folder(config: Config) -> Path | None:
+def _programs_folder(config: Config) -> Path | None:
     wanted = config.compilation.cache_dir
     if wanted is None:
         return cache_home() / "programs"

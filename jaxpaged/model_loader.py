@@ -11,8 +11,8 @@ from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
-from jaxpaged.model_runner import LoadedModel
 from jaxpaged.models import Family, find_family, make_config
+from jaxpaged.step_program import LoadedModel
 
 DTYPES = {
     "float32": np.dtype(np.float32),

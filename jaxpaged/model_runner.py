@@ -1,30 +1,28 @@
 """Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Int32
 
-from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
+from jaxpaged.batch import BatchLayout
 from jaxpaged.config import CacheConfig
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
-from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
-from jaxpaged.logprobs import StepResult, log_probabilities
+from jaxpaged.logit_shaping import SlotRows
+from jaxpaged.logprobs import StepResult
 from jaxpaged.memory_errors import memory_budget
-from jaxpaged.models import Family
 from jaxpaged.programs import CompilationWatch, Compiled, compile_all
-from jaxpaged.sampling import sample
 from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_packer import pack_alone
+from jaxpaged.step_program import DeviceState, LoadedModel, StepProgram
+from jaxpaged.traced_programs import TracedPrograms
 
 
 @runtime_checkable
@@ -62,29 +60,6 @@ SLOT_BYTES_PER_TOKEN = 8
 """Of the vocabulary, for each slot: a count and a bias."""
 
 
-class LoadedModel(NamedTuple):
-    """A model's structure and weights: parameter leaves in the order of the structure."""
-
-    family: Family
-    config: Any
-    graphdef: Any
-    treedef: Any
-    params: tuple[jax.Array, ...]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(leaf.nbytes for leaf in self.params)
-
-
-class DeviceState(NamedTuple):
-    """What a step changes on the device; donated, so that it is changed in place."""
-
-    cache: KVCache
-    last_ids: Int32[Array, "slots"]
-    slots: SlotRows
-
-
 class ModelRunner:
     """Owns the weights, the page pool and the programs. Only the engine's thread calls `run`."""
 
@@ -96,6 +71,7 @@ class ModelRunner:
         cache: CacheConfig,
         num_ids: int,
         max_parallel: int,
+        traced: TracedPrograms | None = None,
         load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
@@ -109,6 +85,7 @@ class ModelRunner:
             cache: page size, pool memory and type.
             num_ids: ids that the tokenizer knows; the rest of the head is never chosen.
             max_parallel: programs compiled at the same time.
+            traced: where the tracing of programs is kept; None: nowhere.
             load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
@@ -118,10 +95,11 @@ class ModelRunner:
             MemoryBudgetError: the pool does not fit.
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
-        self._model, self._num_ids = model, num_ids
+        self._model = model
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
         self.cache_shape = cache_shape(model.config, cache)
+        self._step = StepProgram(model, self.cache_shape, num_ids=num_ids, traced=traced or TracedPrograms(None))
         self.kv_groups = lay_out(model.config.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
         device = device_memory(jax.devices()[0])
@@ -130,7 +108,7 @@ class ModelRunner:
         scratch = 0
         if device is not None and cache.memory is None:
             largest = self._layout(limits.token_buckets[-1])
-            analysis = self._lower(largest).compile().memory_analysis()
+            analysis = self._step.lower(largest).compile().memory_analysis()
             scratch = 0 if analysis is None else analysis.temp_size_in_bytes
         self.num_pages = count_pages(
             cache,
@@ -149,7 +127,7 @@ class ModelRunner:
         self.layouts = tuple(self._layout(bucket) for bucket in limits.token_buckets)
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
         before_compiling(self)
-        self.programs = compile_all(self._lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
+        self.programs = compile_all(self._step.lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
         self._slot_writer = self._compile_slot_writer()
         self._watch = CompilationWatch()
         try:
@@ -266,32 +244,6 @@ class ModelRunner:
             self.limits.max_num_seqs,
             len(self.kv_groups),
         )
-
-    def _lower(self, layout: BatchLayout) -> jax.stages.Lowered:
-        graphdef, treedef, num_ids = self._model.graphdef, self._model.treedef, self._num_ids
-
-        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
-            batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
-            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
-            hidden, cache = model(state.cache, batch)
-            rows, targets = batch.sampling, batch.target_slots
-            logits = model.logits(hidden[batch.sample_tokens])
-            ids = sample(shape_logits(logits, rows, state.slots, targets), rows, num_ids)
-            # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
-            wanted = jnp.where(targets < layout.num_slots, rows.num_logprobs, -1)
-            result = StepResult(ids, log_probabilities(logits, ids, wanted, num_ids))
-            return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
-
-        shape = self.cache_shape
-        dims = (shape.layers, self.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
-        pool = jax.ShapeDtypeStruct(dims, shape.dtype)
-        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._model.params)
-        last_ids = jax.ShapeDtypeStruct((layout.num_slots,), jnp.int32)
-        counts = jax.ShapeDtypeStruct((layout.num_slots, self.vocab), jnp.int32)
-        bias = jax.ShapeDtypeStruct((layout.num_slots, self.vocab), jnp.float32)
-        state: Any = DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias))  # type: ignore[arg-type]  # shapes stand for arrays while lowering
-        return jax.jit(step, donate_argnums=1).lower(params, state, blob)
 
     def _compile_slot_writer(self) -> Any:
         def write(slots: SlotRows, slot: jax.Array, counts: jax.Array, bias: jax.Array) -> SlotRows:

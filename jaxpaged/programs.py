@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpaged.batch import BatchLayout
+from jaxpaged.loading.disk import make_private_folder
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -32,7 +32,7 @@ def use_persistent_cache(folder: Path | None) -> None:
 
     A folder that cannot be made or written does not stop anything: the programs are then compiled each time.
     """
-    if folder is not None and not _is_writable(folder):
+    if folder is not None and not make_private_folder(folder):
         folder = None
     # JAX settles on a folder at its first compilation; this makes it look again.
     compilation_cache.reset_cache()
@@ -41,15 +41,6 @@ def use_persistent_cache(folder: Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_raise_persistent_cache_errors", False)
-
-
-def _is_writable(folder: Path) -> bool:
-    """Whether the folder is there, made if need be, and takes files. JAX would warn once for each program otherwise."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return False
-    return os.access(folder, os.R_OK | os.W_OK | os.X_OK)
 
 
 class CompilationWatch:

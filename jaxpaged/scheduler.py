@@ -329,9 +329,11 @@ class Scheduler:
             assert not any(sequence.tables), f"{sequence} waits and has pages"
             assert sequence.slot == NO_SLOT, f"{sequence} waits and has a slot"
             assert sequence.num_computed_tokens == 0, f"{sequence} waits and has computed tokens"
-        assert sorted(self._unfinished) == sorted(sequence.request_id for sequence in self.sequences), "a sequence is lost"
+        known = [*running.sequences, *waiting]
+        assert len(known) == len(self._unfinished), "a sequence is lost"
+        assert {sequence.request_id: sequence for sequence in known} == self._unfinished, "a sequence is lost"
         if not self._in_flight:
-            assert not any(sequence.num_pending_ids for sequence in self.sequences), "an id is pending and no step is in flight"
+            assert not any(sequence.num_pending_ids for sequence in known), "an id is pending and no step is in flight"
 
     def _check_new(self, sequence: Sequence) -> None:
         self.check_fits(sequence.num_prompt_tokens)

@@ -20,6 +20,9 @@ TTFT_MARGIN = 0.5
 MOST_LEAST_CHUNK_TOKENS = 16
 """Every step with prompts takes so many of their tokens, or a quarter of what fits into a step if that is less."""
 
+STRIDE_SHARE = 4
+"""Rows are added by this part of the largest step of late, and by one at least, before it is seen how long the step takes."""
+
 
 class StepBudget:
     """The token budget of prompts, step by step.
@@ -46,8 +49,12 @@ class StepBudget:
         """Sequences that can run together and leave room for a chunk without making a step too slow."""
         if self._target_itl_s is None or not self._cost.has_learnt:
             return self._most
-        fitting = self._fitting_tokens()
-        return max(1, fitting - self._least_chunk(fitting))
+        fitting, size, largest = self._fitting_tokens(), self._cost.only_size, self._cost.largest
+        # Little is known of steps that are larger than any so far: they are tried in small strides.
+        tried = largest + max(1, largest // STRIDE_SHARE)
+        if size is not None and size <= fitting:
+            return tried
+        return max(1, min(fitting - self._least_chunk(fitting), tried))
 
     def prompt_tokens(self, num_ones: int, backlog: int, oldest_s: float | None) -> int:
         """Tokens of prompts for a step.

@@ -36,11 +36,12 @@ from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, Schedul
 from jaxpaged.engine import Clocks, Engine
 from jaxpaged.intake import Intake
 from jaxpaged.kv_groups import FULL
-from jaxpaged.model_runner import LoadedModel, ModelRunner
+from jaxpaged.model_runner import ModelRunner
 from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
 from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.slot_rows import SlotRow
+from jaxpaged.step_program import LoadedModel
 from jaxpaged.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level
 

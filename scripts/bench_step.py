@@ -20,13 +20,14 @@ from flax import nnx
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
 from jaxpaged.model_loader import DTYPES
-from jaxpaged.model_runner import LoadedModel, ModelRunner
+from jaxpaged.model_runner import ModelRunner
 from jaxpaged.models import llama
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
 from jaxpaged.settings import decide_limits
 from jaxpaged.step_packer import pack_alone
+from jaxpaged.step_program import LoadedModel
 
 SMOLLM2 = {"vocab": 49152, "embed": 576, "ffw": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64}
 CONTEXT = 2048

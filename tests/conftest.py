@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files with no test for this run are not even imported: those marked jax or real with --fast, those without the tier with --tier."""
+    """Files with no test for this run are not even imported: those marked jax or real with --fast, those without the tier with --tier.
+
+    Nor is what a folder of such files shares.
+    """
+    if collection_path.is_dir():
+        files = list(collection_path.rglob("test_*.py"))
+        return True if files and all(pytest_ignore_collect(path, config) for path in files) else None
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     source = collection_path.read_text(encoding="utf-8")
@@ -111,6 +118,8 @@ class AreaClock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(BUDGETS_S, 0.0)
+        self.num_skipped = 0
+        self.worker_faults: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
@@ -128,6 +137,16 @@ class AreaClock:
             return (yield)
         finally:
             self.seconds[area_of(item.path)] += time.perf_counter() - started
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Of tests that run in several processes at once, an area's seconds are those of the clock on the wall."""
+        for area, seconds in node.workeroutput["seconds"].items():
+            self.seconds[area] += seconds / int(node.workerinput["workercount"])
+        self.worker_faults += node.workeroutput["faults"]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.num_skipped += report.skipped
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
@@ -147,16 +166,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(AreaClock(), "jaxpaged-area-clock")
 
 
+def _faults(config: pytest.Config) -> Iterator[str]:
+    """What a process did against the rules: no test may depend on what the machine happens to have, and --fast promises to need no jax."""
+    clock = config.pluginmanager.getplugin("jaxpaged-area-clock")
+    if clock.num_skipped:
+        yield "tests were skipped"
+    if config.getoption("--fast") and "jax" in sys.modules:
+        yield "a test that is not marked jax imported jax"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run that skipped a test (no test here may depend on what the machine happens to have) or broke the promise of --fast."""
-    reporter = session.config.pluginmanager.getplugin("terminalreporter")
-    faults = []
-    if reporter.stats.get("skipped"):
-        faults.append("tests were skipped")
-    if session.config.getoption("--fast") and "jax" in sys.modules:
-        faults.append("a test that is not marked jax imported jax")
+    """Fails a run that broke the rules, and hands what one of several processes measured to the one that reports."""
+    config = session.config
+    clock = config.pluginmanager.getplugin("jaxpaged-area-clock")
+    faults = list(_faults(config))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput.update(seconds=clock.seconds, faults=faults)
+        return
+    faults = sorted({*faults, *clock.worker_faults})
     if faults:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter.write_line("")
         reporter.write_line(f"FAILED: {', '.join(faults)}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

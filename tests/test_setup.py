@@ -256,3 +256,13 @@ def test_the_python_of_the_readme_can_be_run() -> None:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.tier("system")
+def test_the_quick_tests_import_no_jax() -> None:
+    """Not while they are collected either: what a folder's tests share may import it."""
+    command = [sys.executable, "-m", "pytest", "--fast", "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "test_options.py" in done.stdout
+    assert "tests/engine" not in done.stdout

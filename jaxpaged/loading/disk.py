@@ -35,6 +35,15 @@ def require_space(folder: Path, num_bytes: int, what: str) -> None:
         )
 
 
+def make_private_folder(folder: Path) -> bool:
+    """Makes a folder for this user alone, if need be, and says whether files can be kept in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a file, link or folder, if it is there; links are not followed."""
     if path.is_symlink() or path.is_file():

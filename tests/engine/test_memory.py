@@ -16,6 +16,8 @@ from jaxpaged.errors import MemoryBudgetError
 from jaxpaged.kv_cache import CPU_POOL_BYTES, DTYPES, CacheShape, DeviceMemory, count_pages
 from jaxpaged.models import llama
 from jaxpaged.start import Started
+from jaxpaged.step_program import StepProgram
+from jaxpaged.traced_programs import TracedPrograms
 from tests.engine.conftest import live_bytes, tiny_bench
 from tests.fakes import Bench, EventLog
 from tests.tiny_engine import start_tiny
@@ -239,8 +241,9 @@ def test_a_layer_is_traced_once_per_program(tiny: Started, monkeypatch: pytest.M
 
     monkeypatch.setattr(llama.Block, "__call__", count_and_run)
     runner = tiny.engine.runner
+    step = StepProgram(runner._model, runner.cache_shape, num_ids=tiny.intake.tokenizer.vocab_size, traced=TracedPrograms(None))
     for layout in runner.layouts:
-        runner._lower(layout)
+        step.lower(layout)
     assert num_traced == len(runner.layouts) == 3
     tiny_bench(tiny).ask([5, 6, 7, 8, 9, 10] * 9, max_tokens=30)
     assert num_traced == 3, "a step was traced again"

@@ -20,11 +20,11 @@ from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import resolve
 from jaxpaged.model_loader import describe_model, load_model
-from jaxpaged.model_runner import LoadedModel
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
 from jaxpaged.step_packer import pack_alone
+from jaxpaged.step_program import LoadedModel
 
 PAGE_SIZE = 16
 MAX_SEQS = 8

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.model_runner import LoadedModel
 from jaxpaged.models import ARCHITECTURES
+from jaxpaged.step_program import LoadedModel
 from tests.models.cases import FAMILY_CASES, VARIANT_CASES, Case, golden_logits
 from tests.models.paged_model import PAGE_SIZE, PagedModel, load, step_program
 from tests.tiny_model import Tensors, save_safetensors

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpaged.model_runner import LoadedModel
+from jaxpaged.step_program import LoadedModel
 from tests.models.paged_model import PagedModel, load, with_config
 from tests.smollm2_golden import Golden, read_golden
 

@@ -10,8 +10,9 @@ import pytest
 from jaxpaged.config import CacheConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.kv_groups import FULL, KVGroup
-from jaxpaged.model_runner import LoadedModel, ModelRunner
+from jaxpaged.model_runner import ModelRunner
 from jaxpaged.settings import StepLimits
+from jaxpaged.step_program import LoadedModel
 from jaxpaged.tokenizer import Tokenizer
 from tests.fakes import Bench, NarrowRunner
 from tests.models import numpy_llama

@@ -17,6 +17,7 @@ class Outcome:
     max_preemptions: int = 0
     num_displacements: int = 0
     num_prefill_tokens: int = 0
+    num_prefill_tokens_of_prompts: int = 0
     num_recomputed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

@@ -17,6 +17,7 @@ class Recomputation:
         self._own: dict[Sequence, int] = {}  # those not found in the cache by one that came back, at its own cost
         self._num_spare = 0  # what those that have ended did not recompute of their prompts
         self._num_evicted = 0
+        self._num_evicted_of_prompts = 0
         self._admitted: set[Sequence] = set()
 
     def once_computed(self, sequence: Sequence) -> int:
@@ -33,6 +34,7 @@ class Recomputation:
         self.kept.discard(sequence)
         self._once[sequence] = max(self._once.get(sequence, 0), sequence.num_lost_tokens)
         self._num_evicted += sequence.num_lost_tokens
+        self._num_evicted_of_prompts += min(sequence.num_lost_tokens, sequence.num_prompt_tokens)
 
     def admitted(self, sequence: Sequence, num_found: int) -> None:
         """It was let in, with `num_found` tokens from the prefix cache."""
@@ -57,3 +59,7 @@ class Recomputation:
             num_answer = sequence.num_tokens - sequence.num_prompt_tokens if sequence in self._once else 0
             most += 2 * sequence.num_prompt_tokens + num_answer
         return most
+
+    def most_prefill_of_prompts(self) -> int:
+        """Twice the prompts that were ever let in, answers apart; and the prompts' part of what an operator has evicted."""
+        return self._num_evicted_of_prompts + 2 * sum(sequence.num_prompt_tokens for sequence in self._admitted)

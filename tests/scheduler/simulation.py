@@ -69,11 +69,10 @@ class Simulation:
         self._in_flight: deque[ScheduledStep] = deque()
         self._unfinished: dict[Sequence, int] = {}  # in order of arrival
         self._admissions: dict[Sequence, int] = {}  # of those that run
-        self._num_admissions = 0
         self._admitted_once: set[Sequence] = set()
         self._recomputation = Recomputation()
         self._last_token_s: dict[Sequence, float] = {}
-        self._drought = 0
+        self._num_admissions = self._drought = 0
         self._begun = Begun()
         self._was_sliding = False  # pages behind windows were still held
 
@@ -137,9 +136,9 @@ class Simulation:
         """
         scheduler = self.scheduler
         self._expire()
-        queue, was_paused, was_draining = self._queue(), scheduler.is_paused, scheduler.is_draining
+        queue, was_paused = self._queue(), scheduler.is_paused
         self._was_sliding = self._is_sliding()
-        if was_draining:
+        if scheduler.is_draining:
             queue = self._begun.of(queue)
         step = scheduler.schedule()
         assert step is None or not was_paused, "something was scheduled in a pause"
@@ -152,7 +151,8 @@ class Simulation:
                 self._check_step(step)
                 self._check_order(step, queue)
                 self._check_guarded()
-                scheduler.check()
+                if step.admitted or step.preempted:  # after the others when they are taken in
+                    scheduler.check()
             self._begun.note(step)
             self._count(step)
             self.runner.dispatch(step)
@@ -382,10 +382,12 @@ class Simulation:
             end, once = row.start + row.num_tokens, self._recomputation.once_computed(row.sequence)
             num_recomputed += max(0, min(end, once) - row.start)
             outcome.num_prefill_tokens += max(0, min(end, max(once, row.sequence.num_prompt_tokens)) - row.start)
+            outcome.num_prefill_tokens_of_prompts += max(0, min(end, row.sequence.num_prompt_tokens) - row.start)
         if self._checks_steps:
             assert step.prefill_recompute_tokens == num_recomputed
         outcome.num_recomputed_tokens += num_recomputed
-        assert outcome.num_prefill_tokens <= self._recomputation.most_prefill(), "more is recomputed than may be"
+        assert outcome.num_prefill_tokens <= self._recomputation.most_prefill(), "too much is recomputed"
+        assert outcome.num_prefill_tokens_of_prompts <= self._recomputation.most_prefill_of_prompts(), "prompts are computed a third time"
         outcome.num_hit_tokens += step.prefix_hits_tokens
         self._drought = 0 if any(row.samples for row in step.rows) else self._drought + 1
         outcome.longest_drought = max(outcome.longest_drought, self._drought)

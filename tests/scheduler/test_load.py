@@ -18,7 +18,9 @@ from tests.scheduler.rules import add, ids_of, make_scheduler, rows_of, step
 BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-def make_cost(token_buckets: tuple[int, ...] = (), scatter: float = 0.0, per_token_s: float = 0.0001) -> Callable[[ScheduledStep], float]:
+def make_cost(
+    token_buckets: tuple[int, ...] = (), scatter: float = 0.0, per_token_s: float = 0.0001, per_step_s: float = 0.02
+) -> Callable[[ScheduledStep], float]:
     """Weights are read once a step, tokens are computed, padding too, and caches are read; times scatter."""
     rng = random.Random(1)
 
@@ -26,12 +28,15 @@ def make_cost(token_buckets: tuple[int, ...] = (), scatter: float = 0.0, per_tok
         num_tokens = sum(row.num_tokens for row in scheduled.rows)
         num_padded = next((bucket for bucket in token_buckets if bucket >= num_tokens), num_tokens)
         num_read = sum(row.start + row.num_tokens for row in scheduled.rows)
-        return (0.02 + per_token_s * num_padded + 5e-7 * num_read) * math.exp(rng.gauss(0, scatter))
+        return (per_step_s + per_token_s * num_padded + 5e-7 * num_read) * math.exp(rng.gauss(0, scatter))
 
     return cost
 
 
-@pytest.mark.parametrize(("seed", "rate", "num_pages"), [(0, 5, 400), (1, 5, 400), (2, 5, 800), (3, 4, 250)])
+@pytest.mark.parametrize(
+    ("seed", "rate", "num_pages"),
+    [(0, 5, 400), pytest.param(1, 5, 400, marks=pytest.mark.tier("long", area="pages")), (2, 5, 800), (3, 4, 250)],
+)
 def test_a_tenfold_burst_makes_queues_longer_and_costs_little(
     seed: int, rate: float, num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +108,32 @@ def test_a_burst_keeps_the_gap_between_tokens(seed: int, target_s: float, token_
     )
     assert kept <= 1.2 * target_s
     assert without > 1.8 * target_s
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("token_buckets", [(), BUCKETS])
+@pytest.mark.parametrize("scatter", [0.0, 0.05])
+@pytest.mark.parametrize(("num_first", "per_step_s", "per_token_s", "least_rows"), [(1, 0.01, 0.0005, 20), (8, 0.02, 0.0001, 40)])
+def test_prompts_of_one_token_find_out_how_many_fit(
+    num_first: int, per_step_s: float, per_token_s: float, least_rows: int, scatter: float, token_buckets: tuple[int, ...], depth: int
+) -> None:
+    """All steps are of one size at first, which says nothing of larger ones: by the average cost of a token no row more would fit."""
+    jobs = [Job(0.0 if number < num_first else 0.5, 1, 120, 120) for number in range(120)]
+    policy = SchedulerConfig(target_itl_s=0.03)
+    cost = make_cost(token_buckets, scatter=scatter, per_step_s=per_step_s, per_token_s=per_token_s)
+    report = run_jobs(jobs, num_usable=2000, cost=cost, policy=policy, token_buckets=token_buckets, depth=depth)
+    assert report.max_running >= least_rows
+    assert percentile(report.gaps_s, 0.95) <= 0.03
+    assert max(report.gaps_s) <= 1.2 * 0.03
+
+
+def test_a_row_that_is_tried_and_is_too_slow_is_not_tried_again() -> None:
+    """20 ms a token: one row keeps 30 ms, two do not, which is learnt once and for good."""
+    jobs = [Job(number * 0.01, 1, 60, 60) for number in range(20)]
+    cost = make_cost(per_step_s=0.0, per_token_s=0.02)
+    report = run_jobs(jobs, num_usable=2000, cost=cost, policy=SchedulerConfig(target_itl_s=0.03))
+    assert report.max_running == 2
+    assert sum(gap_s > 0.03 for gap_s in report.gaps_s) <= 2 * 60
 
 
 @pytest.mark.parametrize("target_s", [1.0, 2.0])

@@ -269,6 +269,8 @@ def test_recomputation_of_answers_longer_than_prompts(depth: int, enable_prefix_
     simulation.check_answers()
     outcome = simulation.outcome
     assert 2 * outcome.num_prompt_tokens < outcome.num_prefill_tokens <= 2 * outcome.num_prompt_tokens + outcome.num_output_tokens
+    # Answers apart, no prompt is computed a third time, taken together.
+    assert outcome.num_prompt_tokens < outcome.num_prefill_tokens_of_prompts <= 2 * outcome.num_prompt_tokens
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -285,6 +287,7 @@ def test_a_long_prompt_is_not_displaced_a_second_time_at_the_cost_of_nobody(dept
         simulation.step()
     simulation.check_idle()
     assert (num_better, low.num_preemptions) == (2, 1)
+    assert 180 < simulation.outcome.num_prefill_tokens_of_prompts <= 2 * simulation.outcome.num_prompt_tokens
     # The first token of its answer is the only one computed twice that is not of a prompt.
     assert simulation.outcome.num_prefill_tokens <= 2 * simulation.outcome.num_prompt_tokens + low.num_output_tokens
 

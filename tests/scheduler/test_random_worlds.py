@@ -11,6 +11,7 @@ import pytest
 
 from tests.scheduler.worlds import simulate
 
+NUM_WORLDS = 500
 WORLDS_PER_TEST = 50
 LONG_WORLDS_PER_TEST = 1000
 
@@ -44,7 +45,7 @@ def simulate_all(seeds: range) -> None:
         assert counts[name] > least * len(seeds), f"too few: {name}"
 
 
-@pytest.mark.parametrize("first_seed", range(0, 500, WORLDS_PER_TEST))
+@pytest.mark.parametrize("first_seed", range(0, NUM_WORLDS, WORLDS_PER_TEST))
 def test_random_worlds(first_seed: int) -> None:
     simulate_all(range(first_seed, first_seed + WORLDS_PER_TEST))
 

@@ -53,3 +53,17 @@ def test_the_list_is_all_that_the_scheduler_is_made_of() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpaged."):
                 waiting |= {node.module.split(".")[1]} - found
     assert found - {"config", "errors", "request"} <= set(SIMULATED)
+
+
+FRONT = ("engine", "engine_control", "engine_driver", "engine_turns", "mailbox", "open_requests", "output", "request_streams")
+"""Simulated by `tests/engine/front_worlds.py` and `turn_worlds.py`: they may name loops and locks, whose turns are taken there."""
+
+
+@pytest.mark.parametrize("module", FRONT)
+def test_the_front_starts_no_thread_and_looks_at_no_clock_of_its_own(module: str) -> None:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not imported & {"time", "datetime", "random", "secrets", "uuid"}
+    named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not named & {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor"}

@@ -1,0 +1,76 @@
+"""From a task's call to the outputs that it reads: tokenized elsewhere, queued with the engine's driver, read from a mailbox."""
+
+import asyncio
+import concurrent.futures
+import functools
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from jaxpaged.engine_driver import EngineDriver
+from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.intake import Intake, Prompt
+from jaxpaged.mailbox import Mailbox
+from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+
+
+class RequestStreams:
+    """Opens the streams of outputs of requests.
+
+    Args:
+        driver: of the engine.
+        intake: makes requests of prompts.
+        tokenizer_pool: where it does so, off the event loop.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(
+        self, driver: EngineDriver, intake: Intake, tokenizer_pool: concurrent.futures.Executor, clock: Callable[[], float]
+    ) -> None:
+        self._driver, self._intake, self._tokenizer_pool, self._clock = driver, intake, tokenizer_pool, clock
+
+    async def outputs(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the outputs of one request.
+
+        Args:
+            prompt: what to continue.
+            params: None takes the model's defaults.
+            request_id: None makes one.
+            priority: lower goes first.
+            kind: which outputs are made; None: as `params` say.
+
+        Raises:
+            InvalidRequestError: a bad prompt, parameter or id.
+            QueueFullError: too much waits already.
+            EngineDeadError: the engine stopped, or was closed.
+        """
+        arrival_s = self._clock()
+        self._driver.check_health()
+        params = params or self._intake.default_params
+        if kind is not None and isinstance(params, SamplingParams):
+            params = msgspec.structs.replace(params, output_kind=kind)
+        loop = asyncio.get_running_loop()
+        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
+        with self._driver.arriving(request_id) as arrival:
+            try:
+                making = loop.run_in_executor(self._tokenizer_pool, make)
+            except RuntimeError:  # another thread has closed the engine since the check
+                raise EngineDeadError("the engine is closed") from None
+            try:
+                request = await making
+            except JaxpagedError as error:
+                self._driver.reject(self._intake.usable_id(request_id), error)
+                raise
+            mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
+            self._driver.add(request, mailbox, arrival)
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await mailbox.get()
+                is_finished = output.finished
+                yield output
+        finally:
+            if not is_finished:
+                self._driver.forget(request.request_id, mailbox)

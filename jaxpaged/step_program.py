@@ -1,0 +1,82 @@
+"""Room 5: the step as one function of arrays (model, sampler, log-probabilities), and its lowering for a bucket."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
+from jaxpaged.kv_cache import CacheShape, KVCache
+from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
+from jaxpaged.logprobs import LogprobRows, StepResult, log_probabilities
+from jaxpaged.models import Family
+from jaxpaged.sampling import sample
+from jaxpaged.traced_programs import TracedPrograms, serialized_as
+
+
+class LoadedModel(NamedTuple):
+    """A model's structure and weights: parameter leaves in the order of the structure."""
+
+    family: Family
+    config: Any
+    graphdef: Any
+    treedef: Any
+    params: tuple[jax.Array, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(leaf.nbytes for leaf in self.params)
+
+
+class DeviceState(NamedTuple):
+    """What a step changes on the device; donated, so that it is changed in place."""
+
+    cache: KVCache
+    last_ids: Int32[Array, "slots"]
+    slots: SlotRows
+
+
+for kind in (DeviceState, KVCache, SlotRows, StepResult, LogprobRows):
+    serialized_as(kind, serialized_name=f"jaxpaged.{kind.__name__}")
+
+
+class StepProgram:
+    """Makes the program of a bucket. All that it is built from stands in `_fixed`, or one engine would get another's program."""
+
+    def __init__(self, model: LoadedModel, cache_shape: CacheShape, *, num_ids: int, traced: TracedPrograms) -> None:
+        self._graphdef, self._treedef = model.graphdef, model.treedef
+        self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
+        self._cache_shape, self._num_ids, self._vocab = cache_shape, num_ids, model.config.vocab
+        self._fixed = (type(model.config).__module__, model.config, cache_shape, num_ids)
+        self._traced = traced
+
+    def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
+        """Lowers the step for one layout."""
+
+        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
+            batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
+            model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, params))
+            hidden, cache = model(state.cache, batch)
+            rows, targets = batch.sampling, batch.target_slots
+            logits = model.logits(hidden[batch.sample_tokens])
+            ids = sample(shape_logits(logits, rows, state.slots, targets), rows, self._num_ids)
+            # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
+            wanted = jnp.where(targets < layout.num_slots, rows.num_logprobs, -1)
+            result = StepResult(ids, log_probabilities(logits, ids, wanted, self._num_ids))
+            return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
+
+        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+        return self._traced.lower(step, (self._params, self._state(layout), blob), donate=1, fixed=repr((self._fixed, layout)))
+
+    def _state(self, layout: BatchLayout) -> Any:
+        """Shapes and types of `DeviceState`."""
+        shape, num_slots = self._cache_shape, layout.num_slots
+        dims = (shape.layers, layout.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
+        pool = jax.ShapeDtypeStruct(dims, shape.dtype)
+        last_ids = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+        counts = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.int32)
+        bias = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.float32)
+        return DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias))  # type: ignore[arg-type]  # shapes stand for arrays
