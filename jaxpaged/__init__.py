@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxpaged.errors import JaxpagedError
     from jaxpaged.llm import LLM
     from jaxpaged.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxpaged.scoring import ContinuationScore
 
     __version__: str
 
@@ -22,6 +23,7 @@ _HOMES = {
     "SamplingParams": "jaxpaged.request",
     "RequestOutput": "jaxpaged.request",
     "CompletionOutput": "jaxpaged.request",
+    "ContinuationScore": "jaxpaged.scoring",
     "Config": "jaxpaged.config",
     "JaxpagedError": "jaxpaged.errors",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "AsyncLLMEngine",
     "CompletionOutput",
     "Config",
+    "ContinuationScore",
     "JaxpagedError",
     "RequestOutput",
     "SamplingParams",

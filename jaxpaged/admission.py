@@ -172,7 +172,7 @@ class Admission:
 
     def _match(self, candidate: Sequence) -> None:
         """Gives a waiting sequence its cached prefix, which says how much of it is to be computed again."""
-        candidate.tables = self._pages.match(candidate.token_ids, candidate.prefix)
+        candidate.tables = self._pages.match(candidate.findable_token_ids, candidate.prefix)
         num_again = max(0, candidate.num_charged_tokens - len(candidate.pages) * self._pages.page_size)
         candidate.has_recomputed_much = candidate.num_recomputed_tokens > 0 or num_again > self._num_spare_tokens
 

@@ -97,7 +97,7 @@ class AdmissionLimits:
         max_tokens = sequence.request.params.max_tokens
         if max_tokens is None:
             return self._most_total_tokens
-        return min(self._most_total_tokens, sequence.num_prompt_tokens + max_tokens)
+        return min(self._most_total_tokens, sequence.num_prompt_tokens + max(1, max_tokens))
 
 
 def _are(number: int) -> str:

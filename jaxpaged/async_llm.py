@@ -15,11 +15,12 @@ from jaxpaged.engine_thread import EngineThread
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
-from jaxpaged.intake import Messages, Prompt
+from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
+from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -77,6 +78,15 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
         return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
+
+    async def score(
+        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+    ) -> ContinuationScore:
+        """How likely a continuation of a prompt is; see `LLM.score`. Cancelling the task aborts the request."""
+        check_gives_logprobs(self.config)
+        make = functools.partial(self._intake.scoring_request, prompt, continuation, request_id=request_id, priority=priority)
+        outputs = [output async for output in self._streams().outputs_of(make, request_id)]
+        return score_of(outputs[-1])
 
     async def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
@@ -207,8 +217,10 @@ class AsyncLLM:
     def _outputs(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
-        streams = RequestStreams(self._thread, self._intake, self._tokenizer_pool, self._engine.clocks.monotonic)
-        return streams.outputs(prompt, params, request_id, priority, kind)
+        return self._streams().outputs(prompt, params, request_id, priority, kind)
+
+    def _streams(self) -> RequestStreams:
+        return RequestStreams(self._thread, self._intake, self._tokenizer_pool, self._engine.clocks.monotonic)
 
     def _close_sinks(self) -> None:
         for sink in self._own_sinks:

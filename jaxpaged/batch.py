@@ -61,6 +61,20 @@ class SamplingRows(NamedTuple):
     banned_ids: Int32[Array, "seqs banned"]
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens of prompts of which it is asked how likely the next one was: those first, then padding.
+
+    Attributes:
+        at: place in the step.
+        next_ids: the id that follows in the prompt.
+        num_top: likeliest ids that are wanted beside it; -1 for padding.
+    """
+
+    at: Int32[Array, "tokens"]
+    next_ids: Int32[Array, "tokens"]
+    num_top: Int32[Array, "tokens"]
+
+
 class StepBatch(NamedTuple):
     """The arrays of one step. Tokens from `cu_q_lens[-1]` on, and sequences of `kv_lens` 0, are padding.
 
@@ -79,6 +93,7 @@ class StepBatch(NamedTuple):
     sample_tokens: Int32[Array, "seqs"]
     target_slots: Int32[Array, "seqs"]
     sampling: SamplingRows
+    scored: ScoredTokens
 
 
 class BatchLayout(NamedTuple):
@@ -118,6 +133,9 @@ class BatchLayout(NamedTuple):
             ("seed", (seqs, 2)),
             ("position", (seqs,)),
             ("banned_ids", (seqs, MAX_BANNED_IDS)),
+            ("scored_at", (tokens,)),
+            ("scored_next_ids", (tokens,)),
+            ("scored_num_top", (tokens,)),
             ("page_tables", (self.num_groups, seqs, self.max_pages)),
         )
 
@@ -145,7 +163,8 @@ def unpack(blob: Int32[Array, "blob"], layout: BatchLayout) -> StepBatch:
         arrays[name] = part
         start += size
     sampling = SamplingRows(**{name: arrays.pop(name) for name in SamplingRows._fields})
-    return StepBatch(sampling=sampling, **arrays)
+    scored = ScoredTokens(**{name: arrays.pop(f"scored_{name}") for name in ScoredTokens._fields})
+    return StepBatch(sampling=sampling, scored=scored, **arrays)
 
 
 def take_ids_from_slots(batch: StepBatch, last_ids: Int32[Array, "slots"]) -> StepBatch:

@@ -79,6 +79,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             cache=config.cache,
             num_ids=min(tokenizer.vocab_size, model.config.vocab),
             max_parallel=config.compilation.max_parallel or num_threads,
+            logprobs_mode=config.sampling.logprobs_mode,
             traced=TracedPrograms(programs_folder and programs_folder / "traced"),
             load_again=load_again,
             fits_context=config.model.max_model_len == "auto",

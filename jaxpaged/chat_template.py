@@ -144,7 +144,7 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
 
 def _with_arguments(call: Any, where: str) -> Any:
     """A tool call whose arguments are a mapping, as templates expect them; OpenAI's clients send them as a text of JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
+    function: Any = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return call

@@ -13,6 +13,7 @@ from msgspec import Meta
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 REDACTED = "<hidden>"
 
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 
 
@@ -139,6 +140,10 @@ class SamplingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
     """Limits on what a request may ask of the sampler."""
 
     max_logprobs: Annotated[int, _doc("likeliest ids that a request may ask log-probabilities of, per token", ge=0, le=20)] = 20
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        _doc("what is told of an answer's tokens: the model's own numbers (raw) or those they are drawn by (processed); or their logits"),
+    ] = "raw_logprobs"
 
 
 class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,6 +206,7 @@ ALIASES: dict[str, str] = {
     "enforce_eager": "compilation.enforce_eager",
     "tensor_parallel_size": "parallel.tensor_parallel_size",
     "max_logprobs": "sampling.max_logprobs",
+    "logprobs_mode": "sampling.logprobs_mode",
     "host": "server.host",
     "port": "server.port",
     "api_key": "server.api_key",

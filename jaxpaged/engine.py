@@ -14,7 +14,6 @@ from jaxpaged.engine_events import EngineEvents, StepTimes
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.model_runner import Runner
 from jaxpaged.open_requests import OpenRequests
-from jaxpaged.output import TokenLogprobs
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
@@ -22,6 +21,7 @@ from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledStep, Scheduler
 from jaxpaged.slot_rows import slot_row
 from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
+from jaxpaged.told_logprobs import ScoredSpan, SpanLogprobs, TokenLogprobs
 
 
 class _StartedStep(NamedTuple):
@@ -29,12 +29,14 @@ class _StartedStep(NamedTuple):
 
     Attributes:
         ids: its results to come.
+        scored: tokens of prompts of which they tell how likely they were.
         started_s: monotonic time at which it was handed over.
         run_s: seconds that the handing over took.
     """
 
     step: ScheduledStep
     ids: Any
+    scored: list[ScoredSpan]
     bucket_tokens: int
     num_tokens: int
     schedule_s: float
@@ -206,7 +208,7 @@ class Engine:
         pack_s, started_s = timer.lap(), timer.last
         ids = self.runner.run(layout, blob)
         # Handing over takes no time on a device, and the whole step on a runner that waits.
-        return _StartedStep(step, ids, layout.num_tokens, num_tokens, schedule_s, pack_s, started_s, timer.lap())
+        return _StartedStep(step, ids, self._packer.scored, layout.num_tokens, num_tokens, schedule_s, pack_s, started_s, timer.lap())
 
     def _take_in(self, started: "_StartedStep") -> None:
         timer = Timer(self.clocks.monotonic)
@@ -216,6 +218,8 @@ class Engine:
         # Steps run one after another: this one began when the one before it was done, or when it was started.
         self.scheduler.observe(step, timer.last - max(started.started_s, self._last_done_s))
         self._last_done_s = timer.last
+        if started.scored:
+            ids = self._take_prompt_logprobs(started, ids)
         awaited = [row for row, token_id in zip(step.rows, ids, strict=False) if row.is_awaited and (row.samples or token_id == NO_ID)]
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
@@ -229,6 +233,18 @@ class Engine:
             pages=self.pages,
             times=StepTimes(started.schedule_s, started.pack_s, started.run_s + device_s, update_s, timer.lap()),
         )
+
+    def _take_prompt_logprobs(self, started: "_StartedStep", ids: np.ndarray) -> np.ndarray:
+        """Returns the ids, without those of rows whose prompts came out as NaN."""
+        ids = ids.copy()
+        arrays = [np.asarray(array) for array in started.ids.prompt]
+        for span in started.scored:
+            logprobs = SpanLogprobs.of(span, arrays)
+            if not logprobs.is_usable:
+                ids[span.row_index] = NO_ID
+            elif span.row.is_awaited:
+                self._requests.take_prompt_logprobs(span, logprobs)
+        return ids
 
     @staticmethod
     def _token_logprobs(started: "_StartedStep") -> dict[str, TokenLogprobs]:

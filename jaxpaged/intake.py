@@ -10,16 +10,23 @@ import msgspec
 
 from jaxpaged.counts import counted
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams
+from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may hold a "cache_salt" as well."""
 
+type Continuation = str | Sequence[int]
+"""A text or a list of token ids that goes on from a prompt."""
+
 type Messages = Sequence[Mapping[str, Any]]
 
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 MAX_REQUEST_ID_CHARS = 1024
+
+_SCORING = SamplingParams(
+    temperature=0.0, max_tokens=0, prompt_logprobs=0, detokenize=False, seed=0, output_kind=RequestOutputKind.FINAL_ONLY
+)
 
 
 class Intake:
@@ -98,11 +105,11 @@ class Intake:
             for token_id in getattr(params, name) or ():
                 if token_id >= self._vocab:
                     raise InvalidRequestError(f"{name} holds {token_id}, and the model has ids 0 to {self._vocab - 1}", param=name)
-        if params.logprobs is not None and params.logprobs > self._max_logprobs:
-            raise InvalidRequestError(
-                f"logprobs {params.logprobs} is over the limit of this engine, {self._max_logprobs} (sampling.max_logprobs)",
-                param="logprobs",
-            )
+        for name, num_logprobs in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if num_logprobs is not None and num_logprobs > self._max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} {num_logprobs} is over the limit of this engine, {self._max_logprobs} (sampling.max_logprobs)", param=name
+                )
         bad_words_ids = tuple(self._spellings(params.bad_words)) if params.bad_words else ()
         # A seeded request depends on its seed alone, and must not shift the stream of the others.
         seed = _mix(self._seed, next(self._seed_indices)) if params.seed is None or params.seed == -1 else params.seed
@@ -118,6 +125,38 @@ class Intake:
             priority=priority,
             cache_salt=cache_salt,
         )
+
+    def scoring_request(
+        self, prompt: Prompt, continuation: Continuation, *, arrival_s: float, request_id: str | None = None, priority: int = 0
+    ) -> Request:
+        """The request that tells how likely a continuation is (`scoring.score_of`); its prompt is both together.
+
+        Two texts are tokenized as one, spaces at the end of the prompt counted to the continuation, as evaluation harnesses do: what
+        begins behind the prompt's own tokens is the continuation.
+
+        Raises:
+            InvalidRequestError: as `request`; or prompt or continuation has no token.
+        """
+        prompt, cache_salt = _without_salt(prompt)
+        text, token_ids = self._token_ids(prompt)
+        if not isinstance(continuation, str):
+            token_ids, num_prompt = token_ids + self._checked_ids(continuation), len(token_ids)
+        elif text is None:
+            token_ids, num_prompt = token_ids + self.tokenizer.encode(continuation, add_special_tokens=False), len(token_ids)
+        else:
+            token_ids, num_prompt = self._encode(text + continuation), len(self._encode(text.rstrip()) if text.strip() else token_ids)
+        if num_prompt == 0:
+            raise InvalidRequestError("The prompt has no token, and nothing is likely after nothing: give one at least", param="prompt")
+        if num_prompt >= len(token_ids):
+            raise InvalidRequestError("The continuation has no token of its own", param="continuations")
+        request = self.request(
+            {"prompt_token_ids": token_ids} if cache_salt is None else {"prompt_token_ids": token_ids, "cache_salt": cache_salt},
+            _SCORING,
+            arrival_s=arrival_s,
+            request_id=request_id,
+            priority=priority,
+        )
+        return msgspec.structs.replace(request, score_from=num_prompt)
 
     def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
         """Token ids of a conversation, laid out by the model's chat template.

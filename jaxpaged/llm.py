@@ -1,7 +1,7 @@
 """The Python API for programs that wait: `LLM.generate` is a loop over `Engine.step`, nothing else."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -13,11 +13,12 @@ from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
-from jaxpaged.intake import Messages, Prompt
+from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.progress_bar import progress_bar
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.scoring import ContinuationScore, as_pairs, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
@@ -90,11 +91,49 @@ class LLM:
         several = as_prompts(prompts)
         params = one_each(sampling_params, len(several))
         priorities = priority_each(priority, len(several))
-        with self._turns.turn() as interrupt:
-            self._turns.check_takes_requests()
-            requests, outputs = self._admit(several, params, priorities, on_error, interrupt)
-            self._run(requests, outputs, use_tqdm, interrupt)
-        return [outputs[index] for index in range(len(several))]
+
+        def make(index: int, arrival_s: float) -> Request:
+            own = params[index] or self._intake.default_params
+            request = self._intake.request(several[index], own, arrival_s=arrival_s, priority=priorities[index])
+            # Outputs before the last are not looked at, so they are not made.
+            final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
+            return msgspec.structs.replace(request, params=final)
+
+        return self._complete(several, make, on_error, use_tqdm)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Continuation | Sequence[Continuation],
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[ContinuationScore]:
+        """How likely each continuation of its prompt is, in the model's own numbers, in the order of the continuations.
+
+        Two texts are tokenized as one, spaces at the end of the prompt counted to the continuation. Pages of the prompt come from the
+        prefix cache, so many continuations of one prompt cost little more than one.
+
+        Args:
+            prompts: one for all or one each, as for `generate`.
+            continuations: one or many: texts or lists of token ids.
+            use_tqdm: show a progress bar on a terminal.
+            priority: one for all or one each; lower goes first.
+
+        Raises:
+            InvalidRequestError: a prompt or a continuation without a token, or the engine gives logits (`logprobs_mode`).
+            RequestFailedError: a request failed inside the engine.
+            EnginePausedError, EngineDeadError: as for `generate`.
+        """
+        check_gives_logprobs(self.config)
+        pairs = as_pairs(prompts, continuations)
+        priorities = priority_each(priority, len(pairs))
+
+        def make(index: int, arrival_s: float) -> Request:
+            prompt, continuation = pairs[index]
+            return self._intake.scoring_request(prompt, continuation, arrival_s=arrival_s, priority=priorities[index])
+
+        return [score_of(output) for output in self._complete([prompt for prompt, _ in pairs], make, "raise", use_tqdm)]
 
     def chat(
         self,
@@ -246,27 +285,28 @@ class LLM:
                 control.withdraw(pause)
                 raise
 
+    def _complete(
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """The last outputs of the requests that `make` gives for an index and a time of arrival."""
+        with self._turns.turn() as interrupt:
+            self._turns.check_takes_requests()
+            requests, outputs = self._admit(prompts, make, on_error, interrupt)
+            self._run(requests, outputs, use_tqdm, interrupt)
+        return [outputs[index] for index in range(len(prompts))]
+
     def _admit(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | None],
-        priorities: Sequence[int],
-        on_error: str,
-        interrupt: Interrupt,
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
-        for index, (prompt, own, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for index, prompt in enumerate(prompts):
             interrupt.check()
             num_prompt_tokens = 0
             try:
-                own = own or self._intake.default_params
-                request = self._intake.request(prompt, own, arrival_s=now, priority=priority)
-                # Outputs before the last are not looked at, so they are not made.
-                final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
-                request = msgspec.structs.replace(request, params=final)
+                request = make(index, now)
                 num_prompt_tokens = len(request.prompt_token_ids)
                 self._engine.scheduler.check_fits(num_prompt_tokens)
                 checked.append((index, request))

@@ -1,59 +1,161 @@
-"""Log-probabilities on the device: of the chosen ids, and of the largest ones, from the model's own logits."""
+"""Log-probabilities on the device: of chosen ids and of the likeliest ones, for tokens of answers and of prompts."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
+from jaxpaged.batch import SamplingRows, ScoredTokens
+from jaxpaged.config import LogprobsMode
 from jaxpaged.request import MAX_LOGPROBS
+from jaxpaged.sampling import processed_logits
+
+SCORE_BLOCK = 32
+"""Tokens of prompts whose logits are there at once: those of a whole step would not fit."""
 
 
 class LogprobRows(NamedTuple):
-    """For each row: its chosen id's log-probability and rank (1: the likeliest), and the likeliest ids, in order."""
+    """For each row: its chosen id's log-probability (or logit) and rank (1: the likeliest), and the likeliest ids, in order.
 
-    chosen: Float[Array, "seqs"]
-    rank: Int32[Array, "seqs"]
-    top_ids: Int32[Array, "seqs top"]
-    top: Float[Array, "seqs top"]
+    Of ids that are equally likely the smaller one comes first, as in the choice of a greedy row.
+    """
+
+    chosen: Float[Array, "rows"]
+    rank: Int32[Array, "rows"]
+    top_ids: Int32[Array, "rows top"]
+    top: Float[Array, "rows top"]
 
 
 class StepResult(NamedTuple):
-    """What a step gives, once it is computed. `np.asarray` of it waits for the ids; `logprobs` mean something for rows that asked."""
+    """What a step gives, once it is computed. `np.asarray` of it waits for the ids.
+
+    `logprobs`: a row for each sequence; they mean something for those that asked. `prompt`: in the order of `StepBatch.scored`,
+    at least one row for each token of the step.
+    """
 
     ids: Int32[Array, "seqs"]
     logprobs: LogprobRows
+    prompt: LogprobRows
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.ids, dtype=dtype, copy=copy)
 
 
-def log_probabilities(
-    logits: Float[Array, "rows vocab"], ids: Int32[Array, "rows"], num_logprobs: Int32[Array, "rows"], num_ids: int
+def answer_logprobs(
+    raw: Float[Array, "rows vocab"],
+    shaped: Float[Array, "rows vocab"],
+    ids: Int32[Array, "rows"],
+    rows: SamplingRows,
+    wanted: Bool[Array, "rows"],
+    num_ids: int,
+    mode: LogprobsMode,
 ) -> LogprobRows:
-    """What the model itself thought: before biases, penalties and temperature ("raw_logprobs" of vLLM).
+    """What is told of the chosen ids; if no row wants any, nothing is computed.
 
     Args:
-        logits: float32, as they came from the head.
+        raw: float32, as they came from the head.
+        shaped: with biases and penalties.
         ids: those that were chosen.
-        num_logprobs: how many likeliest ids a row wants; negative: nothing. If no row wants any, nothing is computed.
+        rows: how.
+        wanted: rows that want it.
         num_ids: ids from here on (a head wider than the tokenizer) count as impossible.
+        mode: "raw": what the model itself thought. "processed": after biases, penalties, temperature, min_p, top_k and top_p.
     """
+    is_raw = mode in ("raw_logprobs", "raw_logits")
+
+    def compute(logits: Array, ids: Array, rows: SamplingRows) -> LogprobRows:
+        logits = _possible(logits, num_ids) if is_raw else processed_logits(logits, rows, num_ids)
+        return _describe(logits, ids, jnp.bool_(True), num_ids, mode)
+
+    def nothing(logits: Array, *_: Any) -> LogprobRows:
+        return _no_rows(logits.shape[0], num_ids)
+
+    return lax.cond(jnp.any(wanted), compute, nothing, raw if is_raw else shaped, ids, rows)
+
+
+def prompt_logprobs(
+    hidden: Float[Array, "tokens embed"],
+    scored: ScoredTokens,
+    head: Callable[[Float[Array, "rows embed"]], Float[Array, "rows vocab"]],
+    num_ids: int,
+    mode: LogprobsMode,
+) -> LogprobRows:
+    """What the model itself thought of tokens of prompts, block by block: never more logits than `SCORE_BLOCK` rows.
+
+    As in vLLM, biases, penalties and temperature play no part in them, whatever the mode; the "logits" modes give logits.
+
+    Args:
+        hidden: of all tokens of the step.
+        scored: which of them, and what follows each; those first, then padding. Without any, nothing is computed.
+        head: hidden states -> float32 logits.
+        num_ids: as for `answer_logprobs`.
+        mode: as there.
+
+    Returns:
+        A row for each entry of `scored`, filled up to whole blocks. Those of padding mean nothing, nor do likeliest ids in a block in
+        which nobody wants them.
+    """
+    num_tokens = hidden.shape[0]
+    block = min(SCORE_BLOCK, num_tokens)
+    num_blocks = -(-num_tokens // block)
+
+    def in_blocks(array: Array, filler: int) -> Array:
+        return jnp.pad(array, (0, num_blocks * block - num_tokens), constant_values=filler).reshape(num_blocks, block)
+
+    def compute(at: Array, ids: Array, num_top: Array) -> LogprobRows:
+        logits = _possible(head(hidden[at]), num_ids)
+        return _describe(logits, ids, jnp.any(num_top > 0), num_ids, mode)
+
+    def nothing(*_: Any) -> LogprobRows:
+        return _no_rows(block, num_ids)
+
+    def one_block(_: None, of_block: tuple[Array, Array, Array]) -> tuple[None, LogprobRows]:
+        return None, lax.cond(of_block[2][0] >= 0, compute, nothing, *of_block)
+
+    def all_blocks(scored: ScoredTokens) -> LogprobRows:
+        arrays = in_blocks(scored.at, 0), in_blocks(scored.next_ids, 0), in_blocks(scored.num_top, -1)
+        rows = lax.scan(one_block, None, arrays)[1]
+        return LogprobRows(*(array.reshape(num_blocks * block, *array.shape[2:]) for array in rows))
+
+    return lax.cond(scored.num_top[0] >= 0, all_blocks, lambda _: _no_rows(num_blocks * block, num_ids), scored)
+
+
+def _possible(logits: Float[Array, "rows vocab"], num_ids: int) -> Float[Array, "rows vocab"]:
+    vocab = logits.shape[1]
+    return logits if num_ids >= vocab else jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
+
+
+def _describe(
+    logits: Float[Array, "rows vocab"], ids: Int32[Array, "rows"], has_top: Bool[Array, ""], num_ids: int, mode: LogprobsMode
+) -> LogprobRows:
     num_rows, vocab = logits.shape
-    num_top = min(MAX_LOGPROBS, num_ids)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=1)
+    is_before = (logits > chosen) | ((logits == chosen) & (jnp.arange(vocab) < ids[:, None]))
+    rank = 1 + jnp.sum(is_before, axis=-1, dtype=jnp.int32)
 
-    def compute(logits: Array, ids: Array) -> LogprobRows:
-        possible = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
-        largest = jnp.max(possible, axis=-1)
-        total = jnp.log(jnp.sum(jnp.exp(possible - largest[:, None]), axis=-1)) + largest
-        chosen = jnp.take_along_axis(possible, jnp.maximum(ids, 0)[:, None], axis=1)
-        rank = 1 + jnp.sum(possible > chosen, axis=-1, dtype=jnp.int32)
-        top, top_ids = lax.top_k(possible, num_top)
-        return LogprobRows(chosen[:, 0] - total, rank, top_ids.astype(jnp.int32), top - total[:, None])
+    def find(logits: Array) -> tuple[Array, Array]:
+        top, top_ids = lax.top_k(logits, _num_top(num_ids))
+        return top_ids.astype(jnp.int32), top
 
-    def nothing(logits: Array, ids: Array) -> LogprobRows:
-        zeros = jnp.zeros((num_rows, num_top), jnp.float32)
-        return LogprobRows(zeros[:, 0], jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, num_top), jnp.int32), zeros)
+    def nothing(_: Array) -> tuple[Array, Array]:
+        rows = _no_rows(num_rows, num_ids)
+        return rows.top_ids, rows.top
 
-    return lax.cond(jnp.any(num_logprobs >= 0), compute, nothing, logits, ids)
+    top_ids, top = lax.cond(has_top, find, nothing, logits)
+    if mode in ("raw_logprobs", "processed_logprobs"):
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        total = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True)) + largest
+        chosen, top = chosen - total, top - total
+    return LogprobRows(chosen[:, 0], rank, top_ids, top)
+
+
+def _num_top(num_ids: int) -> int:
+    return min(MAX_LOGPROBS, num_ids)
+
+
+def _no_rows(num_rows: int, num_ids: int) -> LogprobRows:
+    top = jnp.zeros((num_rows, _num_top(num_ids)), jnp.float32)
+    return LogprobRows(jnp.zeros(num_rows, jnp.float32), jnp.zeros(num_rows, jnp.int32), top.astype(jnp.int32), top)

@@ -58,4 +58,8 @@ def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
                 after, text=before.text + after.text, token_ids=before.token_ids + after.token_ids, logprobs=logprobs
             )
         completions[after.index] = after
-    return msgspec.structs.replace(second, outputs=[completions[index] for index in sorted(completions)])
+    return msgspec.structs.replace(
+        second,
+        outputs=[completions[index] for index in sorted(completions)],
+        prompt_logprobs=second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
+    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.batch import BatchLayout
-from jaxpaged.config import CacheConfig
+from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
@@ -71,6 +71,7 @@ class ModelRunner:
         cache: CacheConfig,
         num_ids: int,
         max_parallel: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         traced: TracedPrograms | None = None,
         load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
@@ -85,6 +86,7 @@ class ModelRunner:
             cache: page size, pool memory and type.
             num_ids: ids that the tokenizer knows; the rest of the head is never chosen.
             max_parallel: programs compiled at the same time.
+            logprobs_mode: what requests are told that ask for log-probabilities.
             traced: where the tracing of programs is kept; None: nowhere.
             load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
@@ -99,7 +101,9 @@ class ModelRunner:
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
         self.cache_shape = cache_shape(model.config, cache)
-        self._step = StepProgram(model, self.cache_shape, num_ids=num_ids, traced=traced or TracedPrograms(None))
+        self._step = StepProgram(
+            model, self.cache_shape, num_ids=num_ids, logprobs_mode=logprobs_mode, traced=traced or TracedPrograms(None)
+        )
         self.kv_groups = lay_out(model.config.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
         device = device_memory(jax.devices()[0])

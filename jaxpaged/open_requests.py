@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from jaxpaged.clocks import Clocks
 from jaxpaged.engine_events import EngineEvents
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.output import Answer, OpenRequest, TokenLogprobs
+from jaxpaged.output import Answer, OpenRequest
 from jaxpaged.request import FinishReason, Request, RequestOutput, RequestOutputKind, samples_of
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.sequence import Sequence
 from jaxpaged.tokenizer import Tokenizer
+from jaxpaged.told_logprobs import ScoredSpan, SpanLogprobs, TokenLogprobs
 
 
 class OpenRequests:
@@ -98,6 +99,15 @@ class OpenRequests:
         opened, _ = self._by_sequence[row.sequence.request_id]
         self._fail(opened, message)
 
+    def take_prompt_logprobs(self, span: ScoredSpan, logprobs: SpanLogprobs) -> None:
+        """Keeps what a row said of its prompt, once for each of its tokens."""
+        sequence = span.row.sequence
+        opened, answer = self._by_sequence[sequence.request_id]
+        assert span.positions.start == sequence.first_unscored, f"{sequence}: {span.positions} do not go on from what is known"
+        if answer.index == 0:
+            opened.take_prompt_logprobs(logprobs)
+        sequence.first_unscored = span.positions.stop
+
     def take_tokens(self, rows: Iterable[ScheduledRow], logprobs: Mapping[str, TokenLogprobs]) -> None:
         """Turns the newest token of each row into text, and makes the outputs that are due.
 
@@ -111,7 +121,7 @@ class OpenRequests:
         for row in rows:
             sequence = row.sequence
             opened, answer = by_sequence[sequence.request_id]
-            if opened.error is None:
+            if opened.error is None and opened.request.params.max_tokens != 0:
                 self._take_token(opened, answer, now, logprobs.get(sequence.request_id))
             if sequence.is_finished:
                 self._end_text(opened, answer)

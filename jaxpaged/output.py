@@ -1,7 +1,6 @@
 """Room 7: what a request has said so far, and the outputs made from it."""
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 from jaxpaged.detokenizer import Detokenizer
 from jaxpaged.request import (
@@ -16,15 +15,7 @@ from jaxpaged.request import (
 )
 from jaxpaged.sequence import Sequence
 from jaxpaged.tokenizer import Tokenizer
-
-
-class TokenLogprobs(NamedTuple):
-    """What the device says of one chosen token: its log-probability and rank, and the likeliest ids with theirs."""
-
-    chosen: float
-    rank: int
-    top_ids: list[int]
-    top: list[float]
+from jaxpaged.told_logprobs import PromptLogprobs, SpanLogprobs, TokenLogprobs, told
 
 
 class Answer:
@@ -84,17 +75,7 @@ class Answer:
         return self._detokenizer.stop_match
 
     def _take_logprobs(self, taken: list[dict[int, Logprob]], token: TokenLogprobs) -> None:
-        chosen_id, num_top = self.sequence.token_ids[-1], self._params.logprobs or 0
-        pairs = {chosen_id: (token.chosen, token.rank)}
-        for rank, (token_id, value) in enumerate(zip(token.top_ids[:num_top], token.top, strict=False), 1):
-            pairs.setdefault(token_id, (value, rank))
-        tokenizer = self._tokenizer
-        taken.append(
-            {
-                token_id: Logprob(max(value, LOWEST_LOGPROB), rank, tokenizer.token_text(token_id), tokenizer.token_bytes[token_id])
-                for token_id, (value, rank) in pairs.items()
-            }
-        )
+        taken.append(told(self.sequence.token_ids[-1], token, self._params.logprobs or 0, self._tokenizer))
         self._cumulative_logprob += max(token.chosen, LOWEST_LOGPROB)
 
     def is_due(self) -> bool:
@@ -149,7 +130,7 @@ class OpenRequest:
         num_open: answers that have not ended.
     """
 
-    __slots__ = ("answers", "error", "metrics", "num_open", "request")
+    __slots__ = ("_prompt_logprobs", "answers", "error", "metrics", "num_open", "request")
 
     def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
         self.request = request
@@ -157,6 +138,12 @@ class OpenRequest:
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
         self.error: str | None = None
         self.num_open = len(samples)
+        self._prompt_logprobs = None if request.params.prompt_logprobs is None else PromptLogprobs(request, tokenizer)
+
+    def take_prompt_logprobs(self, logprobs: SpanLogprobs) -> None:
+        """Adds what is known of the next tokens of the prompt."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.take(logprobs)
 
     @property
     def num_output_tokens(self) -> int:
@@ -172,8 +159,12 @@ class OpenRequest:
     def output(self) -> RequestOutput:
         """All samples as they are, or (kind DELTA) those that have moved since the last time."""
         request, metrics, answers = self.request, self.metrics, self.answers
-        if len(answers) > 1 and request.params.output_kind is RequestOutputKind.DELTA:
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        if len(answers) > 1 and is_delta:
             answers = [answer for answer in answers if answer.is_moved]
+        prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.entries()
+        if is_delta and prompt_logprobs is not None:
+            self._prompt_logprobs = None
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -182,6 +173,7 @@ class OpenRequest:
             finished=self.num_open == 0,
             metrics=metrics,
             num_cached_tokens=metrics.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
             error=self.error,
         )
 

@@ -64,12 +64,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bad_words: texts that the answer does not come to hold, at least not in the tokens in which they are usually written, with
             or without a space before them; at most 128 spellings.
         logprobs: for each token of the answer, log-probabilities of so many likeliest ids and of the chosen one, as the model itself
-            gave them (before biases, penalties and temperature); 0 to 20. None: none.
+            gave them (before biases, penalties and temperature; see the option `logprobs_mode`); 0 to 20. None: none.
+        prompt_logprobs: the same for each token of the prompt but the first, always as the model itself gave them; 0 to 20.
+            Of such a prompt nothing is taken from the prefix cache. None: none.
         seed: the random stream depends on it, on the answer's index and on the token's position only. None or -1: drawn by the engine.
         stop: strings that end the answer; cut off unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the answer; the id stays in `token_ids`.
         ignore_eos: go on past the model's end tokens (all of them).
-        max_tokens: output tokens at most. None: up to the end of the context.
+        max_tokens: output tokens at most; 0, with `prompt_logprobs`, for the prompt alone. None: up to the end of the context.
         min_tokens: end tokens and `stop_token_ids` cannot be chosen before this many.
         skip_special_tokens: leave control tokens out of the text.
         detokenize: False leaves the text empty.
@@ -92,6 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     bad_words: list[str] | tuple[str, ...] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
@@ -115,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, "logit_bias", {key: float(value) for key, value in self.logit_bias.items()})
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {show(self.output_kind)}", param="output_kind")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise InvalidRequestError("max_tokens must be at least 1 without prompt_logprobs, got 0", param="max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens")
         if self.best_of is not None:
@@ -158,6 +163,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         sample_group: requests with the same name here are samples of one prompt, which wait for each other so as to share
             its pages (see `samples_of`).
         bad_words_ids: spellings of `params.bad_words`.
+        score_from: with `params.prompt_logprobs`, the first token of the prompt that they are told of; at least 1.
     """
 
     request_id: str
@@ -171,6 +177,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     sample_group: str | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    score_from: int = 1
 
     def __post_init__(self) -> None:
         if self.priority.__class__ is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
@@ -187,14 +194,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def samples_of(request: Request, n: int) -> list[Request]:
     """The `n` requests that answer `request` `n` times: ids "X#0" to "X#n-1", random streams of their own, one sample group.
 
-    The first keeps the request's seed, so that its answer is that of the request with n = 1.
+    The first keeps the request's seed, so that its answer is that of the request with n = 1, and is the one that tells
+    log-probabilities of the prompt.
     """
     params = msgspec.structs.replace(request.params, n=1)
+    others = msgspec.structs.replace(params, prompt_logprobs=None) if params.max_tokens else params
     return [
         msgspec.structs.replace(
             request,
             request_id=f"{request.request_id}#{index}",
-            params=params,
+            params=others if index else params,
             seed=(request.seed + index * SEED_STRIDE) % (MAX_SEED + 1),
             sample_group=request.request_id,
         )
@@ -234,10 +243,10 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """One id's log-probability at one place of the answer.
+    """One id's log-probability at one place of the answer or the prompt.
 
     Attributes:
-        logprob: natural logarithm; -9999.0 for an impossible id.
+        logprob: natural logarithm (or the logit, if `logprobs_mode` says so); -9999.0 for an impossible id.
         rank: 1 for the likeliest id.
         decoded_token: the id's text; half a character is shown as U+FFFD.
         token_bytes: the id's bytes.
@@ -272,6 +281,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """What the engine has for a request so far, or (kind DELTA) since the last time.
 
     `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended.
+    `prompt_logprobs`: for each token of the prompt, id -> log-probability of that token, which comes first, and of the likeliest ones;
+    None for the first token, which nothing comes before. None if not asked for, and until the whole prompt has been computed; of kind
+    DELTA told once.
     """
 
     request_id: str
@@ -281,4 +293,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None

@@ -11,7 +11,7 @@ from jaxpaged.engine_driver import EngineDriver
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.mailbox import Mailbox
-from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 
 
 class RequestStreams:
@@ -29,7 +29,7 @@ class RequestStreams:
     ) -> None:
         self._driver, self._intake, self._tokenizer_pool, self._clock = driver, intake, tokenizer_pool, clock
 
-    async def outputs(
+    def outputs(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of one request.
@@ -46,13 +46,17 @@ class RequestStreams:
             QueueFullError: too much waits already.
             EngineDeadError: the engine stopped, or was closed.
         """
-        arrival_s = self._clock()
-        self._driver.check_health()
         params = params or self._intake.default_params
         if kind is not None and isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=kind)
+        make = functools.partial(self._intake.request, prompt, params, request_id=request_id, priority=priority)
+        return self.outputs_of(make, request_id)
+
+    async def outputs_of(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
+        """As `outputs`, of the request that `make` gives, which is told the time as `arrival_s`."""
+        make = functools.partial(make, arrival_s=self._clock())
+        self._driver.check_health()
         loop = asyncio.get_running_loop()
-        make = functools.partial(self._intake.request, prompt, params, arrival_s=arrival_s, request_id=request_id, priority=priority)
         with self._driver.arriving(request_id) as arrival:
             try:
                 making = loop.run_in_executor(self._tokenizer_pool, make)

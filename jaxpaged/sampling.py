@@ -45,10 +45,7 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int)
     Returns:
         Token ids; `NO_ID` where no id could be chosen.
     """
-    vocab = logits.shape[1]
-    if num_ids < vocab:
-        logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
-    logits = lax.cond(jnp.any(rows.banned_ids < vocab), _ban, lambda logits, _: logits, logits, rows.banned_ids)
+    logits = _choosable(logits, rows, num_ids)
     is_greedy = rows.temperature < GREEDY_TEMPERATURE
     maxima = block_maxima(logits)
     highest = highest_of(maxima)
@@ -95,6 +92,23 @@ def _first_of_the_highest(logits: Float[Array, "rows vocab"], highest: Float[Arr
     """What `argmax` gives, which is slow on CPU."""
     vocab = logits.shape[1]
     return jnp.min(jnp.where(logits == highest[:, None], jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
+
+
+def processed_logits(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int) -> Float[Array, "rows vocab"]:
+    """The logits that rows draw from: over temperature, -inf for what they do not draw. Arguments as for `sample`."""
+    logits = _choosable(logits, rows, num_ids)
+    rows = rows._replace(temperature=jnp.where(rows.temperature < GREEDY_TEMPERATURE, 1.0, rows.temperature))
+    largest = find_largest(logits, block_maxima(logits))
+    kept = _scaled(logits, largest.highest, rows.temperature) >= keep_threshold(logits, largest, rows)[:, None]
+    return jnp.where(kept, logits / rows.temperature[:, None], -jnp.inf)
+
+
+def _choosable(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int) -> Float[Array, "rows vocab"]:
+    """The logits with -inf for ids that are no tokens, and for those that a row may not choose."""
+    vocab = logits.shape[1]
+    if num_ids < vocab:
+        logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
+    return lax.cond(jnp.any(rows.banned_ids < vocab), _ban, lambda logits, _: logits, logits, rows.banned_ids)
 
 
 def _ban(logits: Float[Array, "rows vocab"], banned_ids: Int32[Array, "rows banned"]) -> Float[Array, "rows vocab"]:

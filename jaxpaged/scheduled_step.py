@@ -27,6 +27,12 @@ class ScheduledRow(msgspec.Struct, frozen=True, eq=False):
     epoch: int
 
     @property
+    def scored_positions(self) -> range:
+        """Tokens of the prompt whose log-probabilities come out of the row: each is told by the token before it."""
+        sequence = self.sequence
+        return range(max(self.start + 1, sequence.first_unscored), min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens))
+
+    @property
     def is_awaited(self) -> bool:
         """Whether `Scheduler.update` will take in the row: its sequence has not ended, nor been admitted again, since."""
         return self.sequence.epoch == self.epoch and not self.sequence.is_finished

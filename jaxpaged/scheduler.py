@@ -233,7 +233,8 @@ class Scheduler:
                 if sequence.append(token_id):
                     finished.append(sequence)
         for sequence in finished:
-            self._admission.lengths.record(sequence.num_output_tokens)
+            if sequence.num_output_tokens:
+                self._admission.lengths.record(sequence.num_output_tokens)
             self._end(sequence, commit=True)
         for sequence in full:
             if not sequence.is_finished:

@@ -19,7 +19,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """One request's state, changed by the scheduler alone (`needs_host` by whoever knows).
+    """One request's state, changed by the scheduler alone (`needs_host` and `first_unscored` by whoever knows).
 
     Steps are scheduled before the results of earlier ones are known, so there are two views of a sequence. The device's:
     `num_tokens` tokens, of which `num_computed_tokens` are computed once every scheduled step has run. The host's:
@@ -38,6 +38,7 @@ class Sequence:
         slot: its place in the device's state, 0 to max_num_seqs - 1; -1 without one.
         epoch: number of its last admission, counted over all sequences; 0 before the first.
         needs_host: it is not scheduled again before its last id is known (a grammar mask is made from it).
+        first_unscored: the first token of the prompt whose log-probability is still to be told; `num_prompt_tokens` if there is none.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_hit_pages: pages found in the prefix cache at the last admission.
         num_preemptions: how often its pages were taken away.
@@ -60,6 +61,7 @@ class Sequence:
     __slots__ = (
         "epoch",
         "finish_reason",
+        "first_unscored",
         "has_recomputed_much",
         "max_total_tokens",
         "message",
@@ -105,6 +107,9 @@ class Sequence:
         self.slot = NO_SLOT
         self.epoch = 0
         self.needs_host = any(len(word) > 1 for word in request.bad_words_ids)
+        self.first_unscored = self.num_prompt_tokens
+        if params.prompt_logprobs is not None:
+            self.first_unscored = min(request.score_from, self.num_prompt_tokens)
         self.num_cached_tokens = 0
         self.num_hit_pages = 0
         self.num_preemptions = 0
@@ -149,12 +154,23 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_ids - self.num_computed_tokens
 
     @property
+    def findable_token_ids(self) -> list[int]:
+        """Tokens whose pages may come from the prefix cache: of a prompt that is scored, those before the token that tells of the next."""
+        return self.token_ids if self.first_unscored == self.num_prompt_tokens else self.token_ids[: self.first_unscored]
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
 
     def append(self, token_id: int) -> bool:
-        """Takes the next token of the answer; whether it ends the answer. An end token is looked at before the length."""
+        """Takes the next token of the answer; whether it ends the answer. An end token is looked at before the length.
+
+        An answer of no tokens is ended by its first one, which nobody sees.
+        """
+        if self.max_total_tokens == self.num_prompt_tokens + 1 and self.request.params.max_tokens == 0:
+            self.finish_reason, self.status = FinishReason.LENGTH, SequenceStatus.FINISHED
+            return True
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_output_tokens >= self.request.params.min_tokens:
             params = self.request.params

@@ -16,6 +16,7 @@ from jaxpaged.request import MAX_BAD_WORDS
 from jaxpaged.scheduled_step import ScheduledRow
 from jaxpaged.sequence import NO_SLOT
 from jaxpaged.slot_rows import ends_of_bad_words, has_bias, needs_slot_row
+from jaxpaged.told_logprobs import ScoredSpan
 
 _NO_EPOCH = -1
 _ALIGNMENT = 64
@@ -51,6 +52,7 @@ class _Template:
         view["banned_ids"].fill(no_token)
         view["repetition_penalty"].fill(1)
         view["num_logprobs"].fill(-1)
+        view["scored_num_top"].fill(-1)
         view["source_slots"].fill(NO_SLOT)
         view["target_slots"].fill(layout.num_slots)  # beyond the slots: dropped
         # Padding tokens write to distinct pages beyond the pool, which the device drops.
@@ -86,6 +88,7 @@ class StepPacker:
 
     Attributes:
         newcomers: rows of the last step whose slots the device must be told of first (`slot_rows.slot_row`).
+        scored: tokens of prompts of which the last step tells how likely they were.
     """
 
     def __init__(self, layout: BatchLayout, no_token: int) -> None:
@@ -115,6 +118,7 @@ class StepPacker:
         """Ids are banned from the choice of tokens before this position."""
         self._has_long_bad_words = np.zeros(num_slots, bool)
         self.newcomers: list[ScheduledRow] = []
+        self.scored: list[ScoredSpan] = []
 
     def pack(self, rows: Seq[ScheduledRow], layout: BatchLayout) -> np.ndarray:
         """Returns the blob of a step: int32 [layout.blob_size].
@@ -127,13 +131,14 @@ class StepPacker:
         if template is None:
             template = self._templates[layout] = _Template(layout, self._no_token)
         blob = template.fresh()
-        self.newcomers = []
+        self.newcomers, self.scored = [], []
         if not rows:
             return blob
         num_rows = len(rows)
         token_ids: list[int] = []
         slots, starts, counts = [], [], []
         epochs, lengths = self._epochs, self._lengths
+        has_scored = False
         for row in rows:
             sequence, slot, start, count = row.sequence, row.slot, row.start, row.num_tokens
             slots.append(slot)
@@ -143,6 +148,8 @@ class StepPacker:
                 token_ids.append(0 if row.takes_from_slot else sequence.token_ids[start])
             else:
                 token_ids += sequence.token_ids[start : start + count]
+            if start < sequence.num_prompt_tokens and sequence.first_unscored < sequence.num_prompt_tokens:
+                has_scored = True
             tables = sequence.tables
             if epochs[slot] != row.epoch:
                 self._move_in(row)
@@ -166,10 +173,24 @@ class StepPacker:
             view["banned_ids"][:num_rows][is_banned] = self._banned_ids[at[is_banned]]
         if self._has_long_bad_words[at].any():
             self._ban_bad_words(view["banned_ids"], rows)
+        if has_scored:
+            self._pack_scored(view, rows)
         self._copy_tables(view["page_tables"], slots)
         takes = np.array([row.takes_from_slot for row in rows])
         view["source_slots"][view["sample_tokens"][:num_rows][takes]] = at[takes]
         return blob
+
+    def _pack_scored(self, view: dict[str, np.ndarray], rows: Seq[ScheduledRow]) -> None:
+        first_token = first = 0
+        for index, row in enumerate(rows):
+            if positions := row.scored_positions:
+                end = first + len(positions)
+                view["scored_at"][first:end] = np.array(positions) + (first_token - row.start - 1)
+                view["scored_next_ids"][first:end] = row.sequence.token_ids[positions.start : positions.stop]
+                view["scored_num_top"][first:end] = row.sequence.request.params.prompt_logprobs
+                self.scored.append(ScoredSpan(row, index, positions, first))
+                first = end
+            first_token += row.num_tokens
 
     def _ban_bad_words(self, banned_ids: np.ndarray, rows: Seq[ScheduledRow]) -> None:
         """Such a sequence is scheduled only when all its ids are known."""

@@ -8,9 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
+from jaxpaged.config import LogprobsMode
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
-from jaxpaged.logprobs import LogprobRows, StepResult, log_probabilities
+from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.models import Family
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
@@ -46,11 +47,20 @@ for kind in (DeviceState, KVCache, SlotRows, StepResult, LogprobRows):
 class StepProgram:
     """Makes the program of a bucket. All that it is built from stands in `_fixed`, or one engine would get another's program."""
 
-    def __init__(self, model: LoadedModel, cache_shape: CacheShape, *, num_ids: int, traced: TracedPrograms) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache_shape: CacheShape,
+        *,
+        num_ids: int,
+        traced: TracedPrograms,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         self._graphdef, self._treedef = model.graphdef, model.treedef
         self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
         self._cache_shape, self._num_ids, self._vocab = cache_shape, num_ids, model.config.vocab
-        self._fixed = (type(model.config).__module__, model.config, cache_shape, num_ids)
+        self._logprobs_mode = logprobs_mode
+        self._fixed = (type(model.config).__module__, model.config, cache_shape, num_ids, logprobs_mode)
         self._traced = traced
 
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
@@ -62,10 +72,13 @@ class StepProgram:
             hidden, cache = model(state.cache, batch)
             rows, targets = batch.sampling, batch.target_slots
             logits = model.logits(hidden[batch.sample_tokens])
-            ids = sample(shape_logits(logits, rows, state.slots, targets), rows, self._num_ids)
+            shaped = shape_logits(logits, rows, state.slots, targets)
+            ids = sample(shaped, rows, self._num_ids)
             # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
-            wanted = jnp.where(targets < layout.num_slots, rows.num_logprobs, -1)
-            result = StepResult(ids, log_probabilities(logits, ids, wanted, self._num_ids))
+            wanted = (targets < layout.num_slots) & (rows.num_logprobs >= 0)
+            of_answers = answer_logprobs(logits, shaped, ids, rows, wanted, self._num_ids, self._logprobs_mode)
+            of_prompts = prompt_logprobs(hidden, batch.scored, model.logits, self._num_ids, self._logprobs_mode)
+            result = StepResult(ids, of_answers, of_prompts)
             return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
 
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)

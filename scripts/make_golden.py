@@ -12,6 +12,7 @@ The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m
                             the two largest logits, which tells a tie from a fault
     smollm2_logits.npz      logits of every 16th id, and the logsumexp over all ids: after some prompts, and far into a long text with
                             the file's rotary base and with 10000
+    smollm2_scores.json     log-likelihoods of two-choice items, and log-probabilities of the tokens of some prompts with the 5 likeliest
     <family>_logits.npz     logits of the tiny models in tests/models/cases.py
 
 Everything is computed in float32 on the CPU.
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -40,6 +42,8 @@ ID_STRIDE = 16
 FAR_POSITIONS = (1, 64, 1024, 4096)
 LOGIT_PROMPTS = ("capital", "python", "german", "chat")
 OTHER_THETA = 10_000.0
+SCORED_PROMPTS = ("capital", "german", "emoji", "chat", "long")
+NUM_LIKELIEST = 5
 
 PROMPTS: dict[str, str | list[dict[str, str]]] = {
     "capital": "The capital of France is",
@@ -77,6 +81,31 @@ PROMPTS: dict[str, str | list[dict[str, str]]] = {
         "better lenses became available. In short, the most important reasons why lighthouses were built are"
     ),
 }
+
+
+TWO_CHOICES: list[tuple[str, str, str]] = [
+    ("Question: Is the sun a star?\nAnswer:", " yes", " no"),
+    ("Question: Can fish ride bicycles?\nAnswer:", " yes", " no"),
+    ("The man turned on the faucet. As a result,", " the toilet filled with water.", " water flowed from the spout."),
+    ("The girl found a bug in her cereal. As a result,", " she poured milk in the bowl.", " she lost her appetite."),
+    ("The capital of Italy is", " Rome.", " Oslo."),
+    ("2 + 2 =", " 4", " 5"),
+    ("To open a jar that is stuck,", " run hot water over the lid.", " put the jar upside down in the freezer for a week."),
+    ("She put the letter into the envelope and", " licked the flap to seal it.", " ate the soup with a fork."),
+    ("def add(a, b):\n    return", " a + b", " a - b"),
+    ("Der Himmel ist", " blau.", " verheiratet."),
+    ("Water freezes at zero degrees", " Celsius.", " Fahrenheit."),
+    ("The opposite of hot is", " cold", " warm"),
+    ("My body cast a shadow over the grass because ", "the sun was rising.", "the grass was cut."),
+    ("The woman tolerated her friend's difficult behavior because  ", "her friend was going through a hard time.", "they were late."),
+    ("A triangle has three", " sides", " wheels"),
+    ("Q: What do bees make?\nA:", " Honey", " Concrete"),
+    ("日本の首都は", "東京です。", "パリです。"),
+    ("The emoji for pizza is", " 🍕", " 🚗"),
+    ("If all cats are animals and Tom is a cat, then Tom is", " an animal.", " a spoon, a table and, on Sundays, the king of Spain."),
+    ("Once upon a", " time", " clock"),
+]
+"""A context and two ways to go on, as evaluation harnesses ask for them."""
 
 
 def load_smollm2(path: Path) -> transformers.LlamaForCausalLM:
@@ -188,6 +217,50 @@ def make_smollm2(path: Path) -> None:
     write_json(GOLDEN / "smollm2_text.json", content)
 
 
+def next_logprobs(model: transformers.PreTrainedModel, token_ids: list[int]) -> np.ndarray:
+    """Float64 log-probabilities [tokens - 1, vocab]: row i is of what follows token i."""
+    logits = logits_at(model, token_ids, tuple(range(len(token_ids) - 1))).astype(np.float64)
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+def scored(model: transformers.PreTrainedModel, tokenizer: Any, context: str, continuation: str) -> dict[str, Any]:
+    """One choice: its tokens, their log-likelihood, and whether a greedy answer begins with them."""
+    spaces = context[len(context.rstrip()) :]
+    whole = tokenizer(context + continuation)["input_ids"]
+    first = len(tokenizer(context.removesuffix(spaces))["input_ids"])
+    rows, own = next_logprobs(model, whole)[first - 1 :], whole[first:]
+    logprobs = rows[np.arange(len(own)), own]
+    is_greedy = bool((rows.argmax(axis=-1) == own).all())
+    return {"text": continuation, "token_ids": own, "logprob": round(float(logprobs.sum()), 6), "is_greedy": is_greedy}
+
+
+def make_scores(path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = load_smollm2(path)
+    items, prompts = [], []
+    for context, *choices in TWO_CHOICES:
+        items.append({"context": context, "choices": [scored(model, tokenizer, context, choice) for choice in choices]})
+        print(f"{context!r}: {[choice['logprob'] for choice in items[-1]['choices']]}", flush=True)
+    for name in SCORED_PROMPTS:
+        prompt = PROMPTS[name]
+        if isinstance(prompt, str):
+            token_ids = tokenizer(prompt)["input_ids"]
+        else:
+            token_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        rows = next_logprobs(model, token_ids)
+        likeliest = np.argsort(-rows, axis=-1, kind="stable")[:, :NUM_LIKELIEST]
+        prompts.append(
+            {
+                "name": name,
+                "logprobs": rows[np.arange(len(rows)), token_ids[1:]].round(5).tolist(),
+                "top_ids": likeliest.tolist(),
+                "top": np.take_along_axis(rows, likeliest, axis=-1).round(5).tolist(),
+            }
+        )
+    content = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "items": items, "prompts": prompts}
+    write_json(GOLDEN / "smollm2_scores.json", content)
+
+
 def make_tiny_models() -> None:
     by_file: dict[Path, dict[str, np.ndarray]] = {}
     for case in (*FAMILY_CASES, *VARIANT_CASES):
@@ -228,17 +301,19 @@ def gguf_version() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
-    parser.add_argument("--only", choices=("smollm2", "tiny"), help="make a part of the files")
+    parser.add_argument("--only", choices=("smollm2", "scores", "tiny"), help="make a part of the files")
     args = parser.parse_args()
     if args.gguf is None and args.only != "tiny":
         parser.error("name the GGUF file, or give --only tiny")
     torch.set_num_threads(1)  # sums in one order, however many cores there are
     GOLDEN.mkdir(exist_ok=True)
     with torch.inference_mode():
-        if args.only != "smollm2":
+        if args.only in (None, "tiny"):
             make_tiny_models()
-        if args.only != "tiny":
+        if args.only in (None, "smollm2"):
             make_smollm2(args.gguf)
+        if args.only in (None, "scores"):
+            make_scores(args.gguf)
 
 
 if __name__ == "__main__":

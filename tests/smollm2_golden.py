@@ -77,3 +77,34 @@ def read_golden() -> Golden:
         thetas={key: content[key] for key in ("theta", "other_theta")},
         logits=logits,
     )
+
+
+class GoldenChoice(NamedTuple):
+    """One way to go on: `logprob` in float64 of float32 logits, `is_greedy`: a greedy answer begins so."""
+
+    text: str
+    token_ids: list[int]
+    logprob: float
+    is_greedy: bool
+
+
+class GoldenItem(NamedTuple):
+    """A context and two ways to go on."""
+
+    context: str
+    choices: list[GoldenChoice]
+
+
+class PromptScores(NamedTuple):
+    """Of every token of a prompt but the first: its log-probability, and the likeliest ids with theirs."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top: list[list[float]]
+
+
+def read_scores() -> tuple[list[GoldenItem], dict[str, PromptScores]]:
+    """Two-choice items, and log-probabilities of prompts by their names in `Golden.prompts`."""
+    content: dict[str, Any] = json.loads((FOLDER / "smollm2_scores.json").read_text(encoding="utf-8"))
+    items = [GoldenItem(item["context"], [GoldenChoice(**choice) for choice in item["choices"]]) for item in content["items"]]
+    return items, {prompt["name"]: PromptScores(prompt["logprobs"], prompt["top_ids"], prompt["top"]) for prompt in content["prompts"]}

@@ -46,8 +46,10 @@ HOST_MODULES = (
     "jaxpaged.request",
     "jaxpaged.request_streams",
     "jaxpaged.scheduler",
+    "jaxpaged.scoring",
     "jaxpaged.sinks",
     "jaxpaged.start",
+    "jaxpaged.told_logprobs",
     "jaxpaged.tokenizer",
 )
 """Plain Python: their tests run in seconds."""

@@ -51,6 +51,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "parallel.tensor_parallel_size": ("1", 1),
     "cpu.threads": ("3", 3),
     "sampling.max_logprobs": ("5", 5),
+    "sampling.logprobs_mode": ("processed_logits", "processed_logits"),
     "log.format": ("json", "json"),
     "log.level": ("debug", "debug"),
     "log.interval_s": ("0.25", 0.25),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import events
-from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
+from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SamplingConfig, SchedulerConfig
 from jaxpaged.start import Started, start_engine
 
 
@@ -16,8 +16,15 @@ def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **ch
         "cache": {"memory": 1 * MIB, "dtype": cache_dtype},
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         "compilation": {"token_buckets": (4, 16, 64), "cache_dir": str(programs), "max_parallel": 2},
+        "sampling": {},
     }
-    kinds = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "compilation": CompilationConfig}
+    kinds = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "compilation": CompilationConfig,
+        "sampling": SamplingConfig,
+    }
     for name, value in changes.items():
         section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__)
         sections[section][name] = value

@@ -12,11 +12,14 @@ from jaxpaged.commands.engine_api import Prompt, TextEngine
 from jaxpaged.errors import RequestFailedError
 from jaxpaged.interrupts import noted_interrupts
 from jaxpaged.log_format import decode_rate
-from jaxpaged.request import RequestOutput, SamplingParams
+from jaxpaged.request import Logprob, RequestOutput, SamplingParams
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer and its figures. Times are seconds; `first_token_s` counts from the arrival of the request."""
+    """One answer and its figures. Times are seconds; `first_token_s` counts from the arrival of the request.
+
+    `logprobs` and `prompt_logprobs` are as in `CompletionOutput` and `RequestOutput`; a streamed answer has none.
+    """
 
     text: str
     token_ids: list[int]
@@ -26,6 +29,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     first_token_s: float | None
     seconds: float
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -49,6 +54,8 @@ def answer_of(output: RequestOutput, seconds: float) -> Answer:
         num_cached_tokens=output.num_cached_tokens,
         first_token_s=metrics.ttft_s,
         seconds=took_s,
+        logprobs=completion.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 
@@ -125,6 +132,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> str:
 
 def as_record(index: int, prompt: object, answer: Answer) -> dict[str, object]:
     """What `--json` prints of an answer."""
+    told = {"logprobs": answer.logprobs, "prompt_logprobs": answer.prompt_logprobs}
     return {
         "index": index,
         "prompt": prompt,
@@ -137,7 +145,17 @@ def as_record(index: int, prompt: object, answer: Answer) -> dict[str, object]:
         "first_token_s": answer.first_token_s,
         "seconds": answer.seconds,
         "tokens_per_s": answer.tokens_per_s,
-    }
+    } | {name: [_told(entries) for entries in tokens] for name, tokens in told.items() if tokens is not None}
+
+
+def _told(entries: dict[int, Logprob] | None) -> list[dict[str, object]] | None:
+    """A token's own entry, then the likeliest ones'."""
+    if entries is None:
+        return None
+    return [
+        {"id": i, "logprob": entry.logprob, "rank": entry.rank, "text": entry.decoded_token, "bytes": list(entry.token_bytes)}
+        for i, entry in entries.items()
+    ]
 
 
 def write_lines(out: TextIO, lines: Iterable[str]) -> None:

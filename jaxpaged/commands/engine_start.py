@@ -63,7 +63,9 @@ SAMPLING_FIELDS = (
 )
 
 
-def sampling_params(args: argparse.Namespace, config: Config) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, config: Config, *, logprobs: int | None = None, prompt_logprobs: int | None = None
+) -> SamplingParams:
     """The sampling parameters of a command line; `--seed` seeds each request too, so that a run can be repeated.
 
     Raises:
@@ -71,7 +73,7 @@ def sampling_params(args: argparse.Namespace, config: Config) -> SamplingParams:
     """
     given = {name: vars(args)[name] for name in SAMPLING_FIELDS if vars(args)[name] is not None or name == "max_tokens"}
     seed = config.model.seed if "model.seed" in args.overrides else None
-    return SamplingParams(**given, seed=seed)
+    return SamplingParams(**given, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed)
 
 
 def terminal_config(args: argparse.Namespace, model: str | None = None) -> Config:

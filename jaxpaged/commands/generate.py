@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxpaged.cli_parser import Parser
+from jaxpaged.cli_parser import Parser, integer
 from jaxpaged.commands.answers import Answer, answer_of, as_record, plain, stream_answer, summary, write_lines
 from jaxpaged.commands.engine_api import MakeEngine, Message, Prompt, TextEngine
 from jaxpaged.commands.engine_start import (
@@ -19,6 +19,7 @@ from jaxpaged.commands.engine_start import (
     terminal_config,
 )
 from jaxpaged.commands.prompts import PromptSource, read_prompts
+from jaxpaged.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -35,13 +36,18 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
     parser.add_argument("-q", "--quiet", action="store_true", help="no summary line")
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
+    told = parser.add_argument_group("log-probabilities", "Printed with --json: of each token, and of the N likeliest ones (0 to 20).")
+    told.add_argument("--logprobs", type=integer, metavar="N", help="of the answer's tokens")
+    told.add_argument("--prompt-logprobs", type=integer, metavar="N", help="of the prompt's; with --max-tokens 0 of these alone")
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace, make: MakeEngine = make_llm) -> int:
     """See `commands`. Everything that can be checked without the model is checked before it is loaded."""
     config = terminal_config(args)
-    params = sampling_params(args, config)
+    params = sampling_params(args, config, logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs)
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
+        raise ConfigError("--logprobs and --prompt-logprobs are printed with --json alone")
     sources = read_prompts(args.prompts, args.file, has_line_prompts=args.lines)
     with running_engine(config, make) as engine:
         prompts = [_prompt(source, engine.llm, is_chat=args.chat or args.system is not None, system=args.system) for source in sources]

@@ -142,6 +142,8 @@ def test_chat_and_system_use_the_template() -> None:
         (["--top-k", "0.5", "x"], "", ["--top-k", "'0.5'"]),
         (["--min-p", "1.5", "x"], "", ["min_p", "1.5"]),
         (["--max-tokens", "0", "x"], "", ["max_tokens", "0"]),
+        (["--json", "--logprobs", "21", "x"], "", ["logprobs", "0 and 20", "21"]),
+        (["--json", "--prompt-logprobs", "-1", "x"], "", ["prompt_logprobs", "0 and 20", "-1"]),
         (["--min-tokens", "9", "--max-tokens", "8", "x"], "", ["min_tokens 9", "max_tokens 8"]),
         (["--stop", "", "x"], "", ["stop"]),
         (["--stop-token-ids", "1,-2", "x"], "", ["stop_token_ids", "-2"]),

@@ -37,9 +37,12 @@ def plain_arrays(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) ->
         "seed": np.zeros((seqs, 2), np.uint32),
         "position": np.zeros(seqs, np.int32),
         "banned_ids": np.full((seqs, MAX_BANNED_IDS), no_token, np.int32),
+        "scored_at": np.zeros(tokens, np.int32),
+        "scored_next_ids": np.zeros(tokens, np.int32),
+        "scored_num_top": np.full(tokens, -1, np.int32),
         "page_tables": np.zeros((layout.num_groups, seqs, layout.max_pages), np.int32),
     }
-    at = 0
+    at = num_scored = 0
     for index, row in enumerate(rows):
         for position in range(row.start, row.start + row.num_tokens):
             if row.takes_from_slot:
@@ -48,6 +51,12 @@ def plain_arrays(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) ->
                 arrays["token_ids"][at] = row.sequence.token_ids[position]
             arrays["positions"][at] = position
             arrays["write_offsets"][at] = position % layout.page_size
+            sequence = row.sequence
+            if sequence.first_unscored <= position + 1 < sequence.num_prompt_tokens:
+                arrays["scored_at"][num_scored] = at
+                arrays["scored_next_ids"][num_scored] = sequence.token_ids[position + 1]
+                arrays["scored_num_top"][num_scored] = sequence.request.params.prompt_logprobs
+                num_scored += 1
             for group, table in enumerate(row.sequence.tables):
                 arrays["write_pages"][group, at] = table[position // layout.page_size]
             at += 1

@@ -46,7 +46,7 @@ class PackedWorld(World):
             for bucket in (num_tokens, num_tokens + 3)
         ]
         self.packer = StepPacker(self.layouts[0], VOCAB)
-        self.num_packed = self.num_given_back = self.num_banned = self.num_bad_words = self.num_newcomers = 0
+        self.num_scored = self.num_packed = self.num_given_back = self.num_banned = self.num_bad_words = self.num_newcomers = 0
         self._epochs: set[int] = set()
         self._dispatch = self.simulation.runner.dispatch
         self.simulation.runner.dispatch = self.dispatch  # type: ignore[method-assign]
@@ -65,8 +65,14 @@ class PackedWorld(World):
         params = msgspec.structs.replace(
             request.params, **(sampled if rng.random() < 0.5 else {}), **(shaped if rng.random() < 0.3 else {})
         )
+        if rng.random() < 0.2:
+            params = msgspec.structs.replace(params, prompt_logprobs=rng.choice((0, 5, 20)))
         words = rng.choice((((3,),), ((1, 2), (2, 1, 2)), ((0, 0), (4,)))) if rng.random() < 0.2 else ()
-        super().add(msgspec.structs.replace(request, params=params, seed=rng.randrange(2**63), bad_words_ids=words))
+        super().add(
+            msgspec.structs.replace(
+                request, params=params, seed=rng.randrange(2**63), bad_words_ids=words, score_from=rng.choice((1, 1, 3))
+            )
+        )
 
     def dispatch(self, step: ScheduledStep) -> None:
         layout = self.rng.choice(self.layouts)
@@ -75,6 +81,7 @@ class PackedWorld(World):
         self._epochs |= {row.epoch for row in step.rows}
         assert_equal(self.packer.pack(step.rows, layout), expected, layout)
         assert self.packer.newcomers == newcomers
+        self.check_spans(step, expected)
         self.num_packed += 1
         self.num_given_back += any(0 in table for row in step.rows for table in row.sequence.tables)
         first = MAX_BANNED_IDS - MAX_BAD_WORDS
@@ -83,9 +90,23 @@ class PackedWorld(World):
         self.num_newcomers += len(newcomers)
         self._dispatch(step)
 
+    def check_spans(self, step: ScheduledStep, expected: dict[str, np.ndarray]) -> None:
+        """The spans name what the arrays hold, and their numbers may come in, some late, as far as a sequence is still there."""
+        count = int((expected["scored_num_top"] >= 0).sum())
+        assert sum(len(span.positions) for span in self.packer.scored) == count
+        for span in self.packer.scored:
+            row = step.rows[span.row_index]
+            assert row is span.row
+            places = slice(span.first, span.first + len(span.positions))
+            assert expected["scored_next_ids"][places].tolist() == [row.sequence.token_ids[position] for position in span.positions]
+            if self.rng.random() < 0.5:
+                row.sequence.first_unscored = span.positions.stop
+        self.num_scored += count
+
 
 LEAST_PER_WORLD = {
     "num_packed": 250,
+    "num_scored": 50,
     "num_given_back": 50,
     "num_banned": 30,
     "num_bad_words": 3,

@@ -38,7 +38,9 @@ def one(limit: Limit, value: float, count: int = 1) -> Any:
 
 
 def make(limit: Limit, value: Any) -> SamplingParams:
-    fields: dict[str, Any] = {"max_tokens": None} if limit.field == "min_tokens" else {}
+    # What makes the ends of these two ranges possible.
+    partners: dict[str, dict[str, Any]] = {"min_tokens": {"max_tokens": None}, "max_tokens": {"prompt_logprobs": 0}}
+    fields = partners.get(limit.field, {})
     return SamplingParams(**{**fields, limit.field: value})
 
 
