@@ -119,7 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {show(self.output_kind)}", param="output_kind")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise InvalidRequestError("max_tokens must be at least 1 without prompt_logprobs, got 0", param="max_tokens")
+            raise InvalidRequestError("max_tokens must be between 1 and 2147483647 without prompt_logprobs, got 0", param="max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens")
         if self.best_of is not None:

@@ -122,7 +122,7 @@ class ScriptRunner:
             if slot < layout.num_slots:
                 self.last_ids[slot] = int(out[row])
         self.histories.append(histories)
-        return script_result(out, scripted, step["num_logprobs"], self.vocab)
+        return script_result(out, scripted, token_ids, step, self.vocab)
 
     def _scripted(self, history: History, seed: np.ndarray) -> int:
         if self.by_seed is None:

@@ -72,20 +72,35 @@ def allowed_id(scripted: int, vocab: int, banned_ids: Iterable[int], slot: SlotR
     return NO_ID if np.isneginf(logits).all() else int(np.argmax(logits))
 
 
-def script_result(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> StepResult:
-    """What a step gives: the ids, and the log-probabilities of the logits in the module's docstring if a row wants any.
+def peaked_rows(peaks: np.ndarray, chosen: np.ndarray, vocab: int, *, is_wanted: bool) -> LogprobRows:
+    """Log-probabilities of the logits in the module's docstring; zeros if nobody wants them.
+
+    Args:
+        peaks: int32 [rows], the scripted ids.
+        chosen: int32 [rows]; `NO_ID` counts as the scripted one.
+        vocab: of the logits.
+        is_wanted: by any row.
+    """
+    distances = np.arange(min(MAX_LOGPROBS, vocab))
+    total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
+    away = np.where(chosen == NO_ID, 0, (chosen - peaks) % vocab)
+    top_ids = ((peaks[:, None] + distances) % vocab).astype(np.int32)
+    top = np.broadcast_to(-distances - total, top_ids.shape).astype(np.float32)
+    arrays: Any = ((-away - total).astype(np.float32), (away + 1).astype(np.int32), top_ids, top)
+    return LogprobRows(*(array * is_wanted for array in arrays))
+
+
+def script_result(ids: np.ndarray, scripted: np.ndarray, token_ids: list[int], step: Mapping[str, np.ndarray], vocab: int) -> StepResult:
+    """What a step gives. In a prompt, the token before is what is likeliest: the logits peak on it.
 
     Args:
         ids: int32 [seqs], chosen.
         scripted: int32 [seqs], where the logits peak.
-        num_logprobs: int32 [seqs], of the packed step.
+        token_ids: of the whole step.
+        step: the arrays of the packed step.
+        vocab: of the logits.
     """
-    num_top = min(MAX_LOGPROBS, vocab)
-    distances = np.arange(num_top)
-    total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
-    is_wanted = bool((num_logprobs >= 0).any())
-    away = np.where(ids == NO_ID, 0, (ids - scripted) % vocab) * is_wanted
-    top_ids = ((scripted[:, None] + distances) % vocab * is_wanted).astype(np.int32)
-    top = np.broadcast_to((-distances - total) * is_wanted, top_ids.shape).astype(np.float32)
-    rows: Any = LogprobRows(((-away - total) * is_wanted).astype(np.float32), ((away + 1) * is_wanted).astype(np.int32), top_ids, top)  # type: ignore[arg-type]
-    return StepResult(ids, rows)  # type: ignore[arg-type]  # numpy stands for the device's arrays
+    before = np.array(token_ids, np.int32)[step["scored_at"]]
+    answers = peaked_rows(scripted, ids, vocab, is_wanted=bool((step["num_logprobs"] >= 0).any()))
+    prompts = peaked_rows(before, step["scored_next_ids"], vocab, is_wanted=bool((step["scored_num_top"] >= 0).any()))
+    return StepResult(ids, answers, prompts)  # type: ignore[arg-type]  # numpy stands for the device's arrays
