@@ -4,7 +4,7 @@ Names and meanings follow vLLM where it offers the same thing. Limits of single 
 """
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -152,6 +152,10 @@ def _as_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
 
 
+type Pooling = Literal["mean", "last"]
+"""The mean over the prompt's tokens, or what the last of them has."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt on its way to the engine. `params` are resolved: no None among temperature, top_p, top_k, min_p.
 
@@ -164,6 +168,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             its pages (see `samples_of`).
         bad_words_ids: spellings of `params.bad_words`.
         score_from: with `params.prompt_logprobs`, the first token of the prompt that they are told of; at least 1.
+        pooling: what is wanted of the hidden states of the prompt's tokens (see `embeddings`); None: nothing.
+        is_let_in: it goes on with a request that was let in before, so that the limits of the queue are not asked again.
     """
 
     request_id: str
@@ -178,6 +184,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sample_group: str | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     score_from: int = 1
+    pooling: Pooling | None = None
+    is_let_in: bool = False
 
     def __post_init__(self) -> None:
         if self.priority.__class__ is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
@@ -284,6 +292,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     `prompt_logprobs`: for each token of the prompt, id -> log-probability of that token, which comes first, and of the likeliest ones;
     None for the first token, which nothing comes before. None if not asked for, and until the whole prompt has been computed; of kind
     DELTA told once.
+    `pooled`: the hidden states that the request asked for, as they are; [embed] numbers.
     """
 
     request_id: str
@@ -294,4 +303,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: list[float] | None = None
     error: str | None = None

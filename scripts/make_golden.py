@@ -13,6 +13,8 @@ The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m
     smollm2_logits.npz      logits of every 16th id, and the logsumexp over all ids: after some prompts, and far into a long text with
                             the file's rotary base and with 10000
     smollm2_scores.json     log-likelihoods of two-choice items, and log-probabilities of the tokens of some prompts with the 5 likeliest
+    smollm2_beams.json      what beam search with 4 beams finds for ten of the prompts (stopped at the end token), and how close it was
+    smollm2_embeddings.npz  for some of the prompts, the mean of the last hidden states after the final norm, and the last of them
     <family>_logits.npz     logits of the tiny models in tests/models/cases.py
 
 Everything is computed in float32 on the CPU.
@@ -44,6 +46,9 @@ LOGIT_PROMPTS = ("capital", "python", "german", "chat")
 OTHER_THETA = 10_000.0
 SCORED_PROMPTS = ("capital", "german", "emoji", "chat", "long")
 NUM_LIKELIEST = 5
+BEAM_PROMPTS = ("capital", "story", "python", "chat", "chat-turns", "arithmetic", "json", "german", "list", "special")
+BEAM_WIDTH, NUM_BEAM_TOKENS = 4, 32
+EMBEDDED_PROMPTS = ("one-letter", "capital", "python", "japanese", "chat-turns", "long")
 
 PROMPTS: dict[str, str | list[dict[str, str]]] = {
     "capital": "The capital of France is",
@@ -261,6 +266,71 @@ def make_scores(path: Path) -> None:
     write_json(GOLDEN / "smollm2_scores.json", content)
 
 
+def beams(model: transformers.PreTrainedModel, prompt: list[int], eos_token_id: int) -> dict[str, object]:
+    """The answers of a beam search, best first, with their scores, and the smallest difference of scores that any choice hung on."""
+    gaps: list[float] = []
+    choose = model._get_top_k_continuations
+
+    def choose_and_look(**given: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores, sequences, indices = choose(**given)
+        ids = sequences[0, :, given["cur_len"]].tolist()
+        values = scores[0].tolist()
+        going_on = [value for value, token_id in zip(values, ids, strict=True) if token_id != eos_token_id]
+        if len(going_on) > BEAM_WIDTH:
+            gaps.append(going_on[BEAM_WIDTH - 1] - going_on[BEAM_WIDTH])
+        if eos_token_id in ids[BEAM_WIDTH - 1 : BEAM_WIDTH + 1] or given["cur_len"] == len(prompt) + NUM_BEAM_TOKENS - 1:
+            gaps.append(values[BEAM_WIDTH - 1] - values[BEAM_WIDTH])
+        return scores, sequences, indices
+
+    model._get_top_k_continuations = choose_and_look
+    found = model.generate(
+        torch.tensor([prompt]),
+        num_beams=BEAM_WIDTH,
+        num_return_sequences=BEAM_WIDTH,
+        do_sample=False,
+        max_new_tokens=NUM_BEAM_TOKENS,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    del model._get_top_k_continuations
+    scores = found.sequences_scores.tolist()
+    gaps += [better - worse for better, worse in zip(scores, scores[1:], strict=False)]
+    answers = []
+    for sequence, score in zip(found.sequences.tolist(), scores, strict=True):
+        ids = sequence[len(prompt) :]
+        length = ids.index(eos_token_id) + 1 if eos_token_id in ids else len(ids)
+        answers.append({"token_ids": ids[:length], "score": float(f"{score:.6g}")})
+    return {"answers": answers, "margin": float(f"{min(gaps):.4g}")}
+
+
+def make_searches(path: Path) -> None:
+    """The files of beam search and embeddings; the prompts' ids are those of `smollm2_text.json`."""
+    eos_token_id = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).eos_token_id
+    model = load_smollm2(path)
+    text = json.loads((GOLDEN / "smollm2_text.json").read_text(encoding="utf-8"))
+    ids = {prompt["name"]: prompt["prompt_token_ids"] for prompt in text["prompts"]}
+    embeddings = {}
+    for name in EMBEDDED_PROMPTS:
+        hidden = model.model(input_ids=torch.tensor([ids[name]]), use_cache=False).last_hidden_state[0]
+        embeddings |= {f"{name}.mean": hidden.mean(0).numpy(), f"{name}.last": hidden[-1].numpy()}
+    save_npz(GOLDEN / "smollm2_embeddings.npz", embeddings)
+    prompts = []
+    for name in BEAM_PROMPTS:
+        prompts.append({"name": name, **beams(model, ids[name], eos_token_id)})
+        print(prompts[-1]["name"], prompts[-1]["margin"], flush=True)
+    content = {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "made_with": {"transformers": transformers.__version__, "torch": torch.__version__, "gguf": gguf_version()},
+        "beam_width": BEAM_WIDTH,
+        "max_tokens": NUM_BEAM_TOKENS,
+        "eos_token_id": eos_token_id,
+        "prompts": prompts,
+    }
+    write_json(GOLDEN / "smollm2_beams.json", content)
+
+
 def make_tiny_models() -> None:
     by_file: dict[Path, dict[str, np.ndarray]] = {}
     for case in (*FAMILY_CASES, *VARIANT_CASES):
@@ -301,7 +371,7 @@ def gguf_version() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
-    parser.add_argument("--only", choices=("smollm2", "scores", "tiny"), help="make a part of the files")
+    parser.add_argument("--only", choices=("smollm2", "scores", "searches", "tiny"), help="make a part of the files")
     args = parser.parse_args()
     if args.gguf is None and args.only != "tiny":
         parser.error("name the GGUF file, or give --only tiny")
@@ -314,6 +384,8 @@ def main() -> None:
             make_smollm2(args.gguf)
         if args.only in (None, "scores"):
             make_scores(args.gguf)
+        if args.only in (None, "searches"):
+            make_searches(args.gguf)
 
 
 if __name__ == "__main__":
