@@ -103,4 +103,6 @@ def script_result(ids: np.ndarray, scripted: np.ndarray, token_ids: list[int], s
     before = np.array(token_ids, np.int32)[step["scored_at"]]
     answers = peaked_rows(scripted, ids, vocab, is_wanted=bool((step["num_logprobs"] >= 0).any()))
     prompts = peaked_rows(before, step["scored_next_ids"], vocab, is_wanted=bool((step["scored_num_top"] >= 0).any()))
-    return StepResult(ids, answers, prompts)  # type: ignore[arg-type]  # numpy stands for the device's arrays
+    # Hidden states are not scripted: the last token of each row, three times.
+    pooled = np.repeat(np.array(token_ids, np.float32)[step["sample_tokens"]][:, None], 3, axis=1)
+    return StepResult(ids, answers, prompts, pooled)  # type: ignore[arg-type]  # numpy stands for the device's arrays
