@@ -89,6 +89,11 @@ class Connection:
                 body, self._seen = body + rest[:size], rest[size + 2 :]
         return Answer(int(first.split(" ")[1]), headers, body)
 
+    def read_some(self, count: int) -> None:
+        """Reads so many bytes."""
+        wanted = len(self._seen) + count
+        self._fill_until(lambda: len(self._seen) >= wanted)
+
     def read_until(self, mark: bytes) -> bytes:
         """All that came up to a mark."""
         self._fill_until(lambda: mark in self._seen)

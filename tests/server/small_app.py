@@ -18,7 +18,7 @@ from server.service import Service
 
 
 def small_app(service: Service) -> App:
-    """POST /v1/completions with {"max_tokens": N, "stream": bool}; GET /big?size=N; POST /echo."""
+    """POST /v1/completions with {"max_tokens": N, "stream": bool}; GET /big?size=N, /drip?size=N, /slow?seconds=S; POST /echo."""
 
     @post("/v1/completions", status_code=200)
     async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
@@ -63,6 +63,11 @@ def small_app(service: Service) -> App:
 
         return Stream(pieces, media_type="text/plain")
 
+    @get("/slow")
+    async def slow(request: Request[Any, Any, Any]) -> Response[bytes]:
+        await asyncio.sleep(float(request.query_params["seconds"]))
+        return Response(b"done", media_type="text/plain")
+
     @post("/echo", status_code=200)
     async def echo(request: Request[Any, Any, Any]) -> Response[bytes]:
         return Response(await request.body(), media_type="application/octet-stream")
@@ -72,7 +77,7 @@ def small_app(service: Service) -> App:
         return Response(error_body(error), status_code=error.http_status, headers=headers, media_type="application/json")
 
     app: Any = Litestar(
-        [completions, big, drip, echo, *health_routes(service), *metrics_routes(service)],
+        [completions, big, drip, slow, echo, *health_routes(service), *metrics_routes(service)],
         exception_handlers={JaxpagedError: told},
         openapi_config=None,
         logging_config=None,

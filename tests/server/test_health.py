@@ -122,6 +122,7 @@ def test_stuck(gate: Gate) -> None:
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.ask, "POST", "/v1/completions", b"{}")
             wait_until(lambda: server.service.progress.has_work)
+            idle_since(server, 1000)
             assert statuses(server) == (200, 200), "whether work that does not move is stuck is the watchdog's to say"
             server.service.die("there is work, and no step was finished in 60 s")
             began_s = time.monotonic()
