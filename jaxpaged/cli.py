@@ -1,7 +1,7 @@
 """The command line: finds the command, runs it, and turns every failure into one sentence and an exit status.
 
 Exit status: 0 done; 1 the engine or the program failed; 2 the input is at fault; 130 stopped by Ctrl-C; 141 the reader of the
-output went away.
+output went away. `serve` has some of its own (`server.serving`).
 """
 
 import contextlib

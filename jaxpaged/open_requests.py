@@ -54,6 +54,7 @@ class OpenRequests:
         (self._scheduler.add_sample if request.is_let_in else self._scheduler.add)(samples[0])
         for sample in samples[1:]:
             self._scheduler.add_sample(sample)
+        opened.metrics.queued_s = self._clocks.monotonic()
         self._by_id[request.request_id] = opened
         for answer in opened.answers:
             self._by_sequence[answer.sequence.request_id] = (opened, answer)
@@ -152,8 +153,11 @@ class OpenRequests:
         return self.collect()
 
     def _take_token(self, opened: OpenRequest, answer: Answer, now: float, logprobs: TokenLogprobs | None) -> None:
-        if opened.metrics.first_token_s is None:
-            opened.metrics.first_token_s = now
+        metrics = opened.metrics
+        metrics.last_token_s = now
+        metrics.num_output_tokens += 1
+        if metrics.first_token_s is None:
+            metrics.first_token_s = now
             self._emit.first_token(opened)
         try:
             stop = answer.take_token(logprobs)

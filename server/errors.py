@@ -5,11 +5,13 @@ nothing of the inside; the log has the rest.
 """
 
 import logging
+import re
 from typing import Any, Final
 
 import msgspec
-from litestar import Request, Response
+from litestar import Litestar, Request, Response
 from litestar.exceptions import HTTPException
+from litestar.routes import HTTPRoute
 from litestar.types import ExceptionHandlersMap
 
 from jaxpaged.errors import (
@@ -88,7 +90,19 @@ def error_response(request: Request[Any, Any, Any], error: Exception) -> Respons
     headers = {name.decode(): value.decode() for name, value in error_headers(told) if name != b"content-type"}
     if isinstance(error, HTTPException):
         headers |= {name.lower(): value for name, value in (error.headers or {}).items()}
+    if isinstance(told, MethodNotAllowedError):
+        headers["allow"] = ", ".join(allowed_methods(request.app, request.scope["path"]))
     return Response(error_body(told), status_code=told.http_status, headers=headers, media_type="application/json")
+
+
+def allowed_methods(app: Litestar, path: str) -> list[str]:
+    """The methods that a path takes, HEAD where it takes GET."""
+    found: set[str] = set()
+    for route in app.routes:
+        pattern = re.sub(r"\\{\w+:path\\}", ".+", re.escape(route.path).replace("\\:", ":"))
+        if isinstance(route, HTTPRoute) and re.fullmatch(re.sub(r"\\{\w+:\w+\\}", "[^/]+", pattern), path.rstrip("/") or "/"):
+            found |= set(route.methods)
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 EXCEPTION_HANDLERS: Final[ExceptionHandlersMap] = {HTTPException: error_response, Exception: error_response}

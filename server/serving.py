@@ -100,10 +100,14 @@ class Serving:
                 signal.signal(number, handler)
         if self._load_error is not None:
             raise self._load_error
-        if self._service.phase is Phase.DEAD or self._service.progress.death is not None:
+        if self._is_dead:
             threading.Event().wait(TELL_S + 1)  # the watchdog ends the process
             return EXIT_STATUS
         return self._close_engine()
+
+    @property
+    def _is_dead(self) -> bool:
+        return self._service.phase is Phase.DEAD or self._service.progress.death is not None
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -122,9 +126,11 @@ class Serving:
             if self._is_loaded and not self._num_signals:
                 self._watchdog.start()
                 self._greet()
-                await self._until(lambda: service.progress.death is not None or service.phase is Phase.DEAD)
+                await self._until(lambda: self._is_dead)
             if self._num_signals:
                 await self._drain()
+            elif self._is_dead:
+                await asyncio.sleep(TELL_S + 1)  # health routes say what happened, until the watchdog ends the process
         finally:
             service.stop()
             for server in servers:

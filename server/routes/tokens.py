@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: for clients that count or tokenize for themselves."""
 
+import asyncio
 from typing import Any, Final
 
 from litestar import Request, Response, get, post
@@ -56,7 +57,9 @@ def token_routes(reception: Reception) -> list[HTTPRouteHandler]:
         asked = await reception.read(request, detokenize_reader, prefix="")
         engine = service.ready_engine()
         ids = await engine.prompt_ids(asked.body.tokens)
-        return json_response(DetokenizeResponse(prompt=engine.get_tokenizer().decode(ids, skip_special_tokens=False)), asked.headers)
+        # A body may hold a million of them, which take a second.
+        text = await asyncio.to_thread(engine.get_tokenizer().decode, ids, skip_special_tokens=False)
+        return json_response(DetokenizeResponse(prompt=text), asked.headers)
 
     @get("/tokenizer_info", opt={"operation": tokenizer_operation}, name="tokenizer_info")
     async def tokenizer_info() -> Response[bytes]:

@@ -98,6 +98,11 @@ def main(base_url: str, model: str) -> None:
             raise AssertionError(f"{wrong} was taken")
 
     responses(client, model)
+    vectors = client.embeddings.create(model=model, input=["A cat.", "A kitten.", "The tax form."])
+    assert [item.index for item in vectors.data] == [0, 1, 2]
+    plain = client.embeddings.create(model=model, input="A cat.", encoding_format="float").data[0].embedding
+    assert max(abs(one - two) for one, two in zip(vectors.data[0].embedding, plain, strict=True)) < 1e-4
+    assert abs(sum(number * number for number in plain) - 1) < 1e-3
 
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", max_retries=0) as many:

@@ -56,6 +56,20 @@ def test_log_probabilities_of_a_script(script_tokenizer: Tokenizer) -> None:
         np.testing.assert_allclose([logprob.logprob for logprob in token.values()], np.array([-1, 0, -2]) - total, rtol=1e-6)
 
 
+def test_log_probabilities_of_a_scripted_prompt(script_tokenizer: Tokenizer) -> None:
+    """What the model would have said is the likeliest, then the id after it, and so on."""
+    with scripted_llm(ScriptRunner(lambda _: 9, vocab=script_tokenizer.vocab_size, max_num_batched_tokens=4), script_tokenizer) as llm:
+        prompt = [10, 10, 12, 11, *range(20, 30)]
+        told = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2))[0].prompt_logprobs
+    assert told is not None
+    assert told[0] is None
+    for token_id, token in zip(prompt[1:], told[1:], strict=True):
+        assert token is not None
+        assert token[token_id].rank == (token_id - 9) % script_tokenizer.vocab_size + 1
+        assert {9, 10} <= token.keys()
+    assert len(told) == len(prompt)
+
+
 def test_each_sample_follows_its_own_script(script_tokenizer: Tokenizer) -> None:
     samples = [[10, 11, 2], [20, 2], [30, 31, 32, 33, 2]]
     script = ScriptRunner(by_seed=follow_samples({PROMPT: samples}, seed=7), vocab=script_tokenizer.vocab_size)

@@ -36,6 +36,23 @@ def test_paths_and_methods(server: LiveServer, method: str, path: str, status: i
     if path.endswith("completions/"):
         server.counts["rejected"] += 1
     assert (reply.status, reply.error["code"]) == (status, code)
+    assert ("allow" in reply.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (CHAT, "OPTIONS, POST"),
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/models/a/b/", "GET, HEAD, OPTIONS"),
+        ("/v1/responses/x", "DELETE, GET, HEAD, OPTIONS"),
+        ("/v1/responses/x/cancel", "OPTIONS, POST"),
+        ("/health", "GET, HEAD, OPTIONS"),
+    ],
+)
+def test_methods_that_a_path_takes_are_told(server: LiveServer, path: str, allowed: str) -> None:
+    reply = server.request("PATCH", path)
+    assert (reply.status, reply.headers["allow"]) == (405, allowed)
 
 
 @pytest.mark.parametrize("media_type", ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", "", "json"])
