@@ -32,7 +32,7 @@ from server.service import Service
 
 def prompt_of(index: int) -> list[int]:
     """Token ids, different for each stream and round, so that nothing is found in the prefix cache."""
-    return [100 + (index * 37 + place * 11) % 40_000 for place in range(32)]
+    return [10 + (index * 37 + place * (11 + index)) % 250 for place in range(32)]
 
 
 async def directly(engine: AsyncLLM, prompts: list[list[int]], num_tokens: int) -> float:
@@ -98,6 +98,7 @@ def main() -> None:
         ours, theirs = context.Pipe()
         process = context.Process(target=clients, args=(theirs, sockets[0].getsockname()[1]), daemon=True)
         process.start()
+        theirs.close()  # so that the end of a client that fails is noticed
         seconds: dict[str, list[float]] = {"async_llm": [], "http": []}
         for round_ in range(options.rounds + 1):
             for way in seconds if round_ % 2 else reversed(list(seconds)):
@@ -108,6 +109,7 @@ def main() -> None:
                     took_s = ours.recv()
                 else:
                     took_s = asyncio.run(directly(engine, prompts, options.tokens))
+                print(f"round {round_}: {way} {took_s:.2f} s", file=sys.stderr)
                 if round_:  # the first one warms up
                     seconds[way].append(took_s)
         ours.send(None)
