@@ -87,7 +87,7 @@ def test_many_thousand_requests_of_every_kind(chat_tokenizer: Tokenizer) -> None
 def tiny_server(folder: Path, programs: Path) -> Iterator[LiveServer]:
     """TINY with contexts of 4,096 tokens and a pool for three of them."""
     write_tiny_llama(folder, context=4096)
-    config = tiny_config(folder, programs=programs, memory=8 * MIB, max_num_batched_tokens=64, max_model_len=4096)
+    config = tiny_config(folder, programs=programs, memory=8 * MIB, token_buckets=(64,), max_model_len=4096)
     made: list[AsyncLLM] = []
 
     @contextmanager
