@@ -113,7 +113,6 @@ class Ledger:
         Args:
             is_complete: the answer was written to its end; otherwise the client left, or the answer broke off.
         """
-        del self.open[id(record)]
         end = self._end_of(record, is_complete=is_complete)
         if record.is_generation:
             with self._lock:
@@ -134,6 +133,8 @@ class Ledger:
                 body=record.body,
             )
         )
+        # Last: when nothing is open, everything is in the books.
+        del self.open[id(record)]
 
     @staticmethod
     def _end_of(record: RequestRecord, *, is_complete: bool) -> End:

@@ -102,6 +102,7 @@ def test_ready_and_a_full_queue(gate: Gate) -> None:
         refused = [answer for answer in answers if answer.status != 200]
         assert refused
         assert {(answer.status, answer.code, answer.headers["retry-after"]) for answer in refused} == {(429, "queue_full", "1")}
+        wait_until(lambda: server.service.ledger.num_open == 0)
         assert sum(server.service.ledger.ends().values()) == 12
 
 
@@ -154,6 +155,7 @@ def test_dead() -> None:
         assert statuses(server) == (503, 503)
         answer = server.ask("POST", "/v1/completions", b"{}")
         assert (answer.status, answer.code) == (503, "engine_dead")
+        wait_until(lambda: server.service.ledger.num_open == 0)
         assert server.service.ledger.ends()["failed"] == 1  # type: ignore[index]
 
 
