@@ -108,17 +108,11 @@ class Ledger:
         self.open[id(record)] = record
 
     def close(self, record: RequestRecord, *, is_complete: bool) -> None:
-        """A request is over; it is open until its end was said.
+        """A request is over.
 
         Args:
             is_complete: the answer was written to its end; otherwise the client left, or the answer broke off.
         """
-        try:
-            self._close(record, is_complete=is_complete)
-        finally:
-            del self.open[id(record)]
-
-    def _close(self, record: RequestRecord, *, is_complete: bool) -> None:
         end = self._end_of(record, is_complete=is_complete)
         if record.is_generation:
             with self._lock:
@@ -139,6 +133,8 @@ class Ledger:
                 body=record.body,
             )
         )
+        # Last: when nothing is open, everything is in the books.
+        del self.open[id(record)]
 
     @staticmethod
     def _end_of(record: RequestRecord, *, is_complete: bool) -> End:

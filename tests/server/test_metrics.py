@@ -78,6 +78,7 @@ def test_replaying_the_log_gives_what_was_there_live() -> None:
         for tokens in (1, 7, 3):
             server.ask("POST", "/v1/completions", b'{"max_tokens": %d}' % tokens)
         server.ask("POST", "/nowhere", b"{}")
+        wait_until(lambda: server.service.ledger.num_open == 0)
         live = rendered(server.service.metrics)
         again = PrometheusSink()
         for line in map(json_line, list(log)):
@@ -93,6 +94,7 @@ def test_clients_cannot_make_series() -> None:
         for number in range(300):
             connection.request("POST", f"/v1/completions/{number}", b"{}", x_request_id=f"id-{number}")
             connection.request("GET", f"/none-{number}?x={number}")
+        wait_until(lambda: server.service.ledger.num_open == 0)
         new = set(figures(rendered(server.service.metrics))) - names
     assert len(new) <= 4
     assert all('path="none"' in name for name in new if "path=" in name), new

@@ -21,7 +21,7 @@ from jaxpaged.mailbox import Mailbox
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import RequestOutput
 from jaxpaged.tokenizer import Tokenizer
-from server.ledger import End, Ledger
+from server.ledger import End, Ledger, RequestRecord
 from server.prometheus_sink import PrometheusSink
 from tests.fakes import FailingRunner
 from tests.server.door_server import TIMEOUT_S, wait_until
@@ -131,8 +131,15 @@ def page_is_not_freed(patch: pytest.MonkeyPatch) -> None:
 
 def end_is_not_booked(patch: pytest.MonkeyPatch) -> None:
     """The 20th end is not in the books."""
-    real, calls = Ledger._close, iter(range(1, 10**9))
-    patch.setattr(Ledger, "_close", lambda self, record, is_complete: next(calls) == 20 or real(self, record, is_complete=is_complete))
+    real, calls = Ledger.close, iter(range(1, 10**9))
+
+    def close(self: Ledger, record: RequestRecord, *, is_complete: bool) -> None:
+        if next(calls) == 20:
+            del self.open[id(record)]
+        else:
+            real(self, record, is_complete=is_complete)
+
+    patch.setattr(Ledger, "close", close)
 
 
 def figure_is_lost(patch: pytest.MonkeyPatch) -> None:
