@@ -130,7 +130,7 @@ def test_without_keys_everything_is_open() -> None:
     with door_server(Config(log=LogConfig(prompts=True)), log=log) as server:
         server.ask("POST", "/v1/completions", b'{"prompt": "my secret"}')
         wait_until(lambda: len(log) == 2)
-        wait_until(lambda: "my secret" in repr(log))
+        assert "my secret" in repr(log)
 
 
 def key_file(folder: Path, text: str, mode: int = 0o600) -> Config:
