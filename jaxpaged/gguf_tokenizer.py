@@ -34,7 +34,9 @@ from jaxpaged.tokenizer_files import StoredTokenizer, parse_tokenizer
 
 _PREFIX: Final = "tokenizer.ggml."
 # A file may name only its end-of-text token although its chat template closes a turn with another one.
-_TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|end_of_turn|>")
+_TURN_ENDS: Final = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>", "<turn|>", "<|tool_response>"
+)  # fmt: skip
 
 
 # Part of the name of every kept conversion: raised by whoever changes what a conversion gives.
@@ -208,8 +210,8 @@ def _special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int 
 
 def _end_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], template: str | None) -> tuple[int, ...]:
     named = [_special_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    control = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == CONTROL}
-    closing = [control[token] for token in _TURN_ENDS if token in control and template is not None and token in template]
+    added = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER_DEFINED)}
+    closing = [added[token] for token in _TURN_ENDS if token in added and template is not None and token in template]
     return tuple(dict.fromkeys(index for index in (*named, *closing) if index is not None))
 
 
