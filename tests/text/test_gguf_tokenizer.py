@@ -58,7 +58,8 @@ def test_the_letters_of_deepseek_llm() -> None:
     "name, like",
     [
         ("glm4", "dbrx"), ("chatglm-bpe", "dbrx"), ("mellum", "gpt-2"), ("mellum2", "smollm"),
-        ("stablelm2", "deepseek-r1-qwen"), ("hunyuan", "deepseek-r1-qwen"), ("solar-open", "deepseek-r1-qwen"), ("grok-2", "deepseek-r1-qwen"),
+        ("stablelm2", "deepseek-r1-qwen"), ("hunyuan", "deepseek-r1-qwen"),
+        ("solar-open", "deepseek-r1-qwen"), ("grok-2", "deepseek-r1-qwen"),
     ],
 )  # fmt: skip
 def test_names_of_one_and_the_same_cut(name: str, like: str) -> None:

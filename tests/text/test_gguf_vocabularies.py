@@ -13,7 +13,7 @@ PIECES = [SPACE, *"helowx", "he", "ll", "lo", "hell", "hello", f"{SPACE}h", f"{S
 # Long runs of one character have the first ranks, as in Gemma's own list.
 MERGES = ["\n\n \n", "\n \n", "l l", "h e", "l o", "he ll", "hell o", f"{SPACE} h", f"{SPACE} w"]
 WORDS = ["hello", "un", "the", "a", "!", "東", "ü", "##"]
-ENDINGS = ["able", "s", "[x]"]
+ENDINGS = ["able", "s", "a", "[x]"]
 
 
 def pieces_of(metadata: dict[str, Any], content: str) -> list[str]:
@@ -72,6 +72,7 @@ def bert(**changes: Any) -> dict[str, Any]:
         ("á ü", ["a", "[UNK]"]),
         ("[SEP] [unused0]", ["[SEP]", "[UNK]", "[UNK]", "[UNK]"]),
         (f"{SPACE}the", ["[UNK]"]),
+        ("a" * 100, ["a", *["##a"] * 99]),
         ("a" * 101, ["[UNK]"]),
         ("", []),
     ],
@@ -116,5 +117,20 @@ def test_facts_of_word_pieces() -> None:
     assert tokenizer.vocab_size == 5 + len(WORDS) + len(ENDINGS)
     assert tokenizer.decode(tokenizer.encode("The unables  hello!")) == "the unables hello !"
     assert tokenizer.decode(tokenizer.encode("ables")) == ""
-    with pytest.raises(CheckpointError, match="unknown_token_id"):
-        build_gguf_tokenizer(bert(unknown_token_id=None))
+    assert build_gguf_tokenizer(bert()).backend.id_to_token(1) == "[unused0]"
+
+
+@pytest.mark.parametrize(
+    "metadata, named",
+    [
+        (bert(unknown_token_id=None), "unknown_token_id"),
+        (bert(unknown_token_id=99), "unknown_token_id is 99"),
+        (bert(seperator_token_id=99), "seperator_token_id is 99"),
+        (gemma4_metadata(PIECES, []) | {"tokenizer.ggml.merges": None}, "merges"),
+        (gemma4_metadata(PIECES, ["he x"]), "fit together"),
+        (gemma4_metadata(PIECES, ["hello"]), "two halves"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(metadata: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        build_gguf_tokenizer(metadata)
