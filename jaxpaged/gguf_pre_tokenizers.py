@@ -76,7 +76,7 @@ _FAMILIES: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
     (PreTokenizer((_QWEN35,), is_normalized=True), ("qwen35",)),
     (PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True), ("tekken",)),
     (PreTokenizer((_GPT4O,)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
-    (PreTokenizer(_DEEPSEEK_V3), ("deepseek-v3", "hunyuan-dense")),
+    (PreTokenizer(_DEEPSEEK_V3), ("deepseek-v3", "joyai-llm", "hunyuan-dense")),
     (PreTokenizer(_DEEPSEEK_CODER), ("deepseek-coder",)),
     (PreTokenizer(_DEEPSEEK_LLM), ("deepseek-llm",)),
     (PreTokenizer(_FALCON), ("falcon",)),

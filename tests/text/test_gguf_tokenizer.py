@@ -57,7 +57,7 @@ def test_the_letters_of_deepseek_llm() -> None:
 @pytest.mark.parametrize(
     "name, like",
     [
-        ("glm4", "dbrx"), ("chatglm-bpe", "dbrx"), ("mellum", "gpt-2"), ("mellum2", "smollm"),
+        ("glm4", "dbrx"), ("chatglm-bpe", "dbrx"), ("mellum", "gpt-2"), ("mellum2", "smollm"), ("joyai-llm", "deepseek-v3"),
         ("stablelm2", "deepseek-r1-qwen"), ("hunyuan", "deepseek-r1-qwen"),
         ("solar-open", "deepseek-r1-qwen"), ("grok-2", "deepseek-r1-qwen"),
     ],
