@@ -46,6 +46,12 @@ def test_no_cut_loses_or_repeats_text(content: str) -> None:
         assert "".join(piece for piece, _ in cut) == spell(content), name
 
 
+def test_punctuation_of_deepseek_llm() -> None:
+    """ASCII's and the wide forms have a cut of their own; what no expression names stays together up to the spaces at the end."""
+    cut = build_pre_tokenizer(find_pre_tokenizer("deepseek-llm")).pre_tokenize_str("م؟م！？م؟\t ")
+    assert [piece for piece, _ in cut] == [spell(piece) for piece in ("م؟م", "！？", "م؟", "\t ")]
+
+
 def test_the_letters_of_deepseek_llm() -> None:
     """Its tokenizer.json lists 2,729 letters, one by one; those of a newer Unicode or of scripts without case are not among them."""
     every = "".join(chr(code) for code in range(0x21, 0x1F000) if not 0xD800 <= code <= 0xDFFF and not chr(code).isspace())
