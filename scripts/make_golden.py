@@ -13,7 +13,8 @@ The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m
     smollm2_logits.npz      logits of every 16th id, and the logsumexp over all ids: after some prompts, and far into a long text with
                             the file's rotary base and with 10000
     smollm2_scores.json     log-likelihoods of two-choice items, and log-probabilities of the tokens of some prompts with the 5 likeliest
-    <family>_logits.npz     logits of the tiny models in tests/models/cases.py
+    <family>_logits.npz     logits of the tiny models in tests/models/cases.py; `--only tiny --family qwen2` makes one of them
+    rope_tables.json        rotary frequencies of the configs in tests/models/rope_cases.py
 
 Everything is computed in float32 on the CPU.
 """
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.models.cases import FAMILY_CASES, GOLDEN, VARIANT_CASES, Case  # noqa: E402
+from tests.models.rope_cases import GOLDEN_ROPE, ROPE_CASES  # noqa: E402
 
 NUM_NEW_TOKENS = 64
 ID_STRIDE = 16
@@ -261,9 +263,11 @@ def make_scores(path: Path) -> None:
     write_json(GOLDEN / "smollm2_scores.json", content)
 
 
-def make_tiny_models() -> None:
+def make_tiny_models(family: str | None) -> None:
     by_file: dict[Path, dict[str, np.ndarray]] = {}
     for case in (*FAMILY_CASES, *VARIANT_CASES):
+        if family is not None and case.golden_path.name != f"{family}_logits.npz":
+            continue
         by_file.setdefault(case.golden_path, {})[case.name] = tiny_logits(case)
     for path, logits in by_file.items():
         save_npz(path, logits)
@@ -272,10 +276,25 @@ def make_tiny_models() -> None:
 def tiny_logits(case: Case) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         case.write(folder, **case.options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-        logits = logits_at(model, case.token_ids, case.positions)
+        # Gemma 2's soft caps are in the eager attention alone.
+        attention = "eager" if case.name.startswith("gemma") else "sdpa"
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+        ids = torch.tensor([case.token_ids])
+        logits = model(input_ids=ids, use_cache=False).logits[0, list(case.positions)].numpy()
     print(f"{case.name}: {logits.shape}, rms {np.sqrt(np.mean(logits**2)):.3f}", flush=True)
     return logits
+
+
+def make_rope_tables() -> None:
+    tables = {}
+    for name, (config, length) in ROPE_CASES.items():
+        hf_config = transformers.LlamaConfig(**config)
+        kind = hf_config.rope_parameters["rope_type"]
+        frequencies, magnitude = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), seq_len=length)
+        tables[name] = {"frequencies": frequencies.tolist(), "magnitude": magnitude}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(table)}" for name, table in tables.items())
+    GOLDEN_ROPE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    print(f"{GOLDEN_ROPE}: {GOLDEN_ROPE.stat().st_size} bytes")
 
 
 def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -301,15 +320,18 @@ def gguf_version() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
-    parser.add_argument("--only", choices=("smollm2", "scores", "tiny"), help="make a part of the files")
+    parser.add_argument("--only", choices=("smollm2", "scores", "tiny", "rope"), help="make a part of the files")
+    parser.add_argument("--family", help="of the tiny models, only this one's file")
     args = parser.parse_args()
-    if args.gguf is None and args.only != "tiny":
-        parser.error("name the GGUF file, or give --only tiny")
+    if args.gguf is None and args.only not in ("tiny", "rope"):
+        parser.error("name the GGUF file, or give --only tiny or rope")
     torch.set_num_threads(1)  # sums in one order, however many cores there are
     GOLDEN.mkdir(exist_ok=True)
     with torch.inference_mode():
         if args.only in (None, "tiny"):
-            make_tiny_models()
+            make_tiny_models(args.family)
+        if args.only in (None, "rope"):
+            make_rope_tables()
         if args.only in (None, "smollm2"):
             make_smollm2(args.gguf)
         if args.only in (None, "scores"):

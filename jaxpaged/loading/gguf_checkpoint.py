@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import NativeDtype, StoredTensor, some_of
-from jaxpaged.loading.gguf_config import ARCHITECTURES, GgufArchitecture, Metadata, read_hf_config
+from jaxpaged.loading.gguf_config import ARCHITECTURES, NAMES, GgufArchitecture, Metadata, read_hf_config
 from jaxpaged.loading.gguf_header import GgufTensor, parse_gguf_header
 from jaxpaged.loading.mapped_file import MappedFile
 
@@ -150,8 +150,8 @@ def _hf_names(path: Path, architecture: GgufArchitecture, tensors: Mapping[str, 
         block = stem.split(".", 2)
         if len(block) == 3 and block[0] == "blk" and block[2] in architecture.layer_names:
             named[f"model.layers.{block[1]}.{architecture.layer_names[block[2]]}.{kind}"] = tensor
-        elif stem in architecture.names:
-            named[f"{architecture.names[stem]}.{kind}"] = tensor
+        elif stem in NAMES:
+            named[f"{NAMES[stem]}.{kind}"] = tensor
         else:
             named[name] = tensor
     if len(named) < len(tensors) - ("rope_freqs.weight" in tensors):

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.gguf_header import MetadataValue
-from jaxpaged.loading.model_config import HfConfig, settle
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
+from jaxpaged.loading.model_config import settle
 
 _Scalar = TypeVar("_Scalar", int, float, str)
 
@@ -18,22 +20,20 @@ class GgufArchitecture(NamedTuple):
 
     `are_rotary_rows_interleaved`: llama.cpp's converter stores the q and k rows of a Llama with the halves of each head interleaved
     (its rope turns neighbouring pairs); those of other architectures it leaves alone.
+    `windowed_hf_architecture`: takes the other's place in a file that names a sliding window.
     """
 
     hf_architecture: str
-    hf_model_type: str
-    hidden_act: str
-    names: Mapping[str, str]
     layer_names: Mapping[str, str]
-    are_rotary_rows_interleaved: bool
+    are_rotary_rows_interleaved: bool = False
+    windowed_hf_architecture: str | None = None
 
 
-LLAMA = GgufArchitecture(
-    hf_architecture="LlamaForCausalLM",
-    hf_model_type="llama",
-    hidden_act="silu",
-    names={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-    layer_names={
+NAMES: Mapping[str, str] = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
+"""Of tensors outside layers, the same for all architectures."""
+
+_LAYER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
@@ -43,12 +43,20 @@ LLAMA = GgufArchitecture(
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
-    },
-    are_rotary_rows_interleaved=True,
+    }
 )
+_QK_NORMS: Mapping[str, str] = MappingProxyType({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
 
-ARCHITECTURES: Mapping[str, GgufArchitecture] = {"llama": LLAMA}
-"""`general.architecture` -> how to read it."""
+LLAMA = GgufArchitecture("LlamaForCausalLM", _LAYER_NAMES, are_rotary_rows_interleaved=True, windowed_hf_architecture="MistralForCausalLM")
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "qwen2": GgufArchitecture("Qwen2ForCausalLM", _LAYER_NAMES),
+        "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
+    }
+)
+"""`general.architecture` -> how to read it. Mistral's files say `llama`."""
 
 
 class Metadata:
@@ -106,10 +114,13 @@ def read_hf_config(
         if metadata.get(f"{prefix}.{key}", int, head_dim) != head_dim:
             raise UnsupportedModelError(f"{path}: {prefix}.{key} differs from the head size {head_dim}, which is not supported")
     theta = metadata.get(f"{prefix}.rope.freq_base", float, 10_000.0)
+    window = metadata.get(f"{prefix}.attention.sliding_window", int, 0)
+    hf_architecture = architecture.hf_architecture
+    if window and architecture.windowed_hf_architecture is not None:
+        hf_architecture = architecture.windowed_hf_architecture
     config: HfConfig = {
-        "architectures": [architecture.hf_architecture],
-        "model_type": architecture.hf_model_type,
-        "hidden_act": architecture.hidden_act,
+        "architectures": [hf_architecture],
+        "model_type": HF_ARCHITECTURES[hf_architecture].model_type,
         "hidden_size": hidden,
         "intermediate_size": metadata.get(f"{prefix}.feed_forward_length", int),
         "num_hidden_layers": metadata.get(f"{prefix}.block_count", int),
@@ -128,6 +139,8 @@ def read_hf_config(
         # Files of chat models name the end of a turn and of a message beside the end of the text.
         "eos_token_id": _token_ids(metadata, "eos", "eot", "eom"),
     }
+    if window:
+        config["sliding_window"] = window
     return settle(config, str(path))
 
 
@@ -141,8 +154,15 @@ def _token_ids(metadata: Metadata, *kinds: str) -> int | list[int] | None:
 def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, rope_freqs: np.ndarray | None) -> HfConfig | None:
     kind = metadata.get(f"{prefix}.rope.scaling.type", str, "none")
     if kind != "none":
-        # The names are Hugging Face's own: linear, yarn, longrope.
-        return {"rope_type": kind, "factor": metadata.get(f"{prefix}.rope.scaling.factor", float, 1.0)}
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedModelError(f"{metadata.path}: rope type {kind!r:.60} is not supported in GGUF files")
+        named: HfConfig = {"rope_type": kind, "factor": metadata.get(f"{prefix}.rope.scaling.factor", float, 1.0)}
+        if kind == "yarn":
+            if metadata.get(f"{prefix}.rope.scaling.attn_factor", float, 1.0) != 1:
+                raise UnsupportedModelError(f"{metadata.path}: {prefix}.rope.scaling.attn_factor is not supported")
+            if metadata.has(original := f"{prefix}.rope.scaling.original_context_length"):
+                named["original_max_position_embeddings"] = metadata.get(original, int)
+        return named
     if metadata.has(f"{prefix}.rope.scale_linear"):  # the older key
         return {"rope_type": "linear", "factor": metadata.get(f"{prefix}.rope.scale_linear", float)}
     if rope_freqs is None or np.all(rope_freqs == 1):

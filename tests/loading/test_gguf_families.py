@@ -1,0 +1,99 @@
+"""GGUF files of each architecture against the same model as a folder: the same config and, number for number, the same parameters."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.loading.gguf_config import ARCHITECTURES
+from tests.models.paged_model import load
+from tests.tiny_families import write_family_gguf, write_tiny_family
+
+pytestmark = pytest.mark.jax
+
+
+class GgufCase(NamedTuple):
+    """One model. `metadata`: what its GGUF file says beside the sizes."""
+
+    gguf_architecture: str
+    architecture: str
+    config: dict[str, Any]
+    metadata: dict[str, Any]
+    options: dict[str, Any]
+
+
+CASES = {
+    "llama": GgufCase("llama", "LlamaForCausalLM", {"sliding_window": 23}, {}, {}),
+    "mistral": GgufCase(
+        "llama",
+        "MistralForCausalLM",
+        {"hidden_size": 66, "head_dim": 14, "sliding_window": 23, "rope_theta": 1e6},
+        {"attention__sliding_window": 23, "rope__freq_base": 1e6},
+        {},
+    ),
+    "qwen2": GgufCase(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        },
+        {
+            "rope__freq_base": 1e6,
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 128,
+        },
+        {"qkv_bias": True},
+    ),
+    "qwen3": GgufCase("qwen3", "Qwen3ForCausalLM", {"hidden_size": 66, "head_dim": 14}, {}, {"qk_norm": "head"}),
+}
+
+
+def write(case: GgufCase, folder: Path) -> Path:
+    """Writes the folder, and the file beside it; returns the file."""
+    tensors = write_tiny_family(folder, architecture=case.architecture, vocab_size=131, config=case.config, **case.options)
+    path = folder / "tiny.gguf"
+    hf_config = json.loads((folder / "config.json").read_text())
+    write_family_gguf(path, case.gguf_architecture, tensors, hf_config, **case.metadata)
+    return path
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert {case.gguf_architecture for case in CASES.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_the_model_in_the_folder(name: str, tmp_path: Path) -> None:
+    path = write(CASES[name], tmp_path)
+    ours, theirs = load(path), load(tmp_path)
+    assert ours.config.norm_eps == pytest.approx(theirs.config.norm_eps)
+    assert ours.config._replace(norm_eps=0.0) == theirs.config._replace(norm_eps=0.0)
+    for one, other in zip(ours.params, theirs.params, strict=True):
+        # A norm kept with 1 added comes back rounded.
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-7 if name.startswith("gemma") else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("llama", {"qkv_bias": True}, "o_proj.bias is missing"),
+        ("llama", {"qk_norm": "head"}, "is not part of this model"),
+        ("qwen2", {}, "q_proj.bias is missing"),
+        ("qwen3", {}, "q_norm.weight is missing"),
+    ],
+)
+def test_tensors_of_another_architecture_are_refused_by_name(name: str, options: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    case = CASES[name]._replace(options=options)
+    if "qk_norm" in options:
+        case = case._replace(gguf_architecture="qwen3")
+        path = write(case, tmp_path)
+        path.write_bytes(path.read_bytes().replace(b"qwen3", b"qwen2"))
+    else:
+        path = write(case, tmp_path)
+    with pytest.raises(CheckpointError, match=complaint):
+        load(path)
