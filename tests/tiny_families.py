@@ -135,7 +135,7 @@ def write_family_gguf(path: str | Path, architecture: str, tensors: Tensors, hf_
     """Writes such a model as llama.cpp's converter does, by the converter's own table of names; all tensors as F32, without tokenizer.
 
     Args:
-        architecture: llama.cpp's word: q and k rows of `llama` are interleaved, norms of `gemma3` are stored with 1 added.
+        architecture: llama.cpp's word: q and k rows of `llama` are interleaved, norms of Gemmas are stored with 1 added.
         hf_config: config.json of the same model.
         metadata: further keys, without the architecture before them and with `__` for a dot.
     """
@@ -170,7 +170,7 @@ def write_family_gguf(path: str | Path, architecture: str, tensors: Tensors, hf_
             stored = permute_rotary_rows(tensor, heads)
         elif architecture == "llama" and "k_proj" in name:
             stored = permute_rotary_rows(tensor, kv_heads)
-        elif architecture == "gemma3" and "norm" in name:
+        elif architecture.startswith("gemma") and "norm" in name:
             stored = tensor + np.float32(1)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name

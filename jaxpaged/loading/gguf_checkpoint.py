@@ -68,7 +68,9 @@ class GgufCheckpoint:
         tensor = self._tensors[name]
         heads = self._interleaved_heads(name)
         if heads is None:
-            return self._rows(tensor, start, stop)
+            rows = self._rows(tensor, start, stop)
+            offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
+            return rows - np.float32(offset) if offset else rows
         # A row comes from anywhere in its head: read whole heads.
         head_dim = tensor.shape[0] // heads
         first, last = start // head_dim, -(-stop // head_dim)

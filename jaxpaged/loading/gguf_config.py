@@ -21,12 +21,19 @@ class GgufArchitecture(NamedTuple):
     `are_rotary_rows_interleaved`: llama.cpp's converter stores the q and k rows of a Llama with the halves of each head interleaved
     (its rope turns neighbouring pairs); those of other architectures it leaves alone.
     `windowed_hf_architecture`: takes the other's place in a file that names a sliding window.
+    `norm_offset`: what the converter adds to the weights of norms.
+    `hf_keys`: further keys of the metadata -> of config.json; numbers.
+    `layers_scaled_by_width`: the layers of the one model of a family whose scores are scaled by embed / heads, by which llama.cpp knows it;
+    0: there is none.
     """
 
     hf_architecture: str
     layer_names: Mapping[str, str]
     are_rotary_rows_interleaved: bool = False
     windowed_hf_architecture: str | None = None
+    norm_offset: float = 0.0
+    hf_keys: Mapping[str, str] = MappingProxyType({})
+    layers_scaled_by_width: int = 0
 
 
 NAMES: Mapping[str, str] = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
@@ -46,6 +53,16 @@ _LAYER_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 _QK_NORMS: Mapping[str, str] = MappingProxyType({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+_OUT_NORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+_SOFT_CAPS: Mapping[str, str] = MappingProxyType(
+    {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+)
 
 LLAMA = GgufArchitecture("LlamaForCausalLM", _LAYER_NAMES, are_rotary_rows_interleaved=True, windowed_hf_architecture="MistralForCausalLM")
 
@@ -53,6 +70,16 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
         "llama": LLAMA,
         "qwen2": GgufArchitecture("Qwen2ForCausalLM", _LAYER_NAMES),
+        "gemma2": GgufArchitecture(
+            "Gemma2ForCausalLM", {**_LAYER_NAMES, **_OUT_NORMS}, norm_offset=1.0, hf_keys=_SOFT_CAPS, layers_scaled_by_width=46
+        ),
+        "gemma3": GgufArchitecture(
+            "Gemma3ForCausalLM",
+            {**_LAYER_NAMES, **_QK_NORMS, **_OUT_NORMS},
+            norm_offset=1.0,
+            hf_keys=MappingProxyType({"rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping"}),
+            layers_scaled_by_width=62,
+        ),
         "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
     }
 )
@@ -139,8 +166,16 @@ def read_hf_config(
         # Files of chat models name the end of a turn and of a message beside the end of the text.
         "eos_token_id": _token_ids(metadata, "eos", "eot", "eom"),
     }
-    if window:
-        config["sliding_window"] = window
+    if window or HF_ARCHITECTURES[hf_architecture].default_window is not None:
+        config["sliding_window"] = window or None
+    if metadata.has(pattern := f"{prefix}.attention.sliding_window_pattern"):
+        config["sliding_window_pattern"] = metadata.get(pattern, int)
+    for key, hf_key in architecture.hf_keys.items():
+        if metadata.has(f"{prefix}.{key}"):
+            config[hf_key] = metadata.get(f"{prefix}.{key}", float)
+    if architecture.layers_scaled_by_width:
+        is_by_width = config["num_hidden_layers"] == architecture.layers_scaled_by_width
+        config["query_pre_attn_scalar"] = hidden // heads if is_by_width and heads > 0 else head_dim
     return settle(config, str(path))
 
 

@@ -19,6 +19,16 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+_GEMMA: Mapping[str, Any] = MappingProxyType(
+    {
+        **_DEFAULTS,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    }
+)
+
 
 class HfArchitecture(NamedTuple):
     """One architecture of transformers.
@@ -26,6 +36,7 @@ class HfArchitecture(NamedTuple):
     Attributes:
         model_type: of its configs.
         defaults: values of keys that are left out or null.
+        absent: values of keys that are left out, where null has a meaning of its own.
         window_rule: which layers are windowed.
         has_layer_types: whether a list `layer_types` goes before the rule.
         default_window: `sliding_window` when the key is left out; a null there means none.
@@ -37,6 +48,7 @@ class HfArchitecture(NamedTuple):
 
     model_type: str
     defaults: Mapping[str, Any]
+    absent: Mapping[str, Any] = MappingProxyType({})
     window_rule: WindowRule = "none"
     has_layer_types: bool = False
     default_window: int | None = None
@@ -77,6 +89,24 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             rope_theta=2_000_000.0,
         ),
         "Olmo2ForCausalLM": HfArchitecture("olmo2", {**_DEFAULTS, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+        "Gemma2ForCausalLM": HfArchitecture(
+            "gemma2",
+            {**_GEMMA, "max_position_embeddings": 8192},
+            {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            window_rule="alternating",
+            has_layer_types=True,
+            default_window=4096,
+        ),
+        "Gemma3ForCausalLM": HfArchitecture(
+            "gemma3_text",
+            {**_GEMMA, "max_position_embeddings": 131_072},
+            {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            window_rule="five of six",
+            has_layer_types=True,
+            default_window=4096,
+            rope_theta=1_000_000.0,
+            local_rope_theta=10_000.0,
+        ),
     }
 )
 """Architecture -> how its configs are read. Whether it is run, the registry in `jaxpaged.models` says."""

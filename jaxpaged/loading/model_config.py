@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, kind_of
+from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, is_positive, kind_of
 from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
 from jaxpaged.loading.layer_windows import settle_windows
 from jaxpaged.loading.rope_config import settle_rope
@@ -94,6 +94,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     for key, value in known.defaults.items():
         if config.get(key) is None:
             config[key] = value
+    config = {**known.absent, **config}
     faults = _settle_counts(config)
     has_sizes = not faults
     if not is_number(config["rms_norm_eps"]) or not 0 < config["rms_norm_eps"] < 1:
@@ -101,8 +102,12 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         if not isinstance(config[key], bool):
             faults.append(f"{key} should be true or false, not {config[key]!r:.60}")
-    if not isinstance(config["hidden_act"], str):
-        faults.append(f"hidden_act should be a name, not {config['hidden_act']!r:.60}")
+    for key in ("hidden_act", "hidden_activation"):
+        if not isinstance(config.get(key, ""), str):
+            faults.append(f"{key} should be a name, not {config[key]!r:.60}")
+    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None and not is_positive(config[key]):
+            faults.append(f"{key} should be a positive number, not {config[key]!r:.60}")
     faults += settle_rope(config, known, source, has_sizes=has_sizes)
     if has_sizes:
         faults += settle_windows(config, known, source)

@@ -37,6 +37,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
         "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
+        "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),
+        "Gemma3ForCausalLM": Architecture("gemma", "Gemma 3 (text: 270M, 1B, and others without their vision part)", {"has_qk_norm": True}),
     }
 )
 """Name in a checkpoint's `architectures` -> who runs it."""

@@ -25,6 +25,10 @@ class GgufCase(NamedTuple):
     options: dict[str, Any]
 
 
+FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GEMMA = {"hidden_size": 66, "tie_word_embeddings": True, "sliding_window": 23}
+OF_GEMMA: dict[str, Any] = {"norms": FOUR_NORMS, "norm_mean": 0.0}
+
 CASES = {
     "llama": GgufCase("llama", "LlamaForCausalLM", {"sliding_window": 23}, {}, {}),
     "mistral": GgufCase(
@@ -51,6 +55,40 @@ CASES = {
         {"qkv_bias": True},
     ),
     "qwen3": GgufCase("qwen3", "Qwen3ForCausalLM", {"hidden_size": 66, "head_dim": 14}, {}, {"qk_norm": "head"}),
+    "gemma2": GgufCase(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {**GEMMA, "head_dim": 14, "query_pre_attn_scalar": 14},
+        {"attention__sliding_window": 23, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        OF_GEMMA,
+    ),
+    "gemma3": GgufCase(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            "head_dim": 14,
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 14,
+            "num_hidden_layers": 6,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {
+            "attention__sliding_window": 23,
+            "rope__freq_base": 1e6,
+            "rope__scaling__type": "linear",
+            "rope__scaling__factor": 8.0,
+        },
+        {**OF_GEMMA, "qk_norm": "head"},
+    ),
+    # The widest Gemma 3 scales by the width of the residual stream; llama.cpp knows it by its 62 layers.
+    "gemma3-27b": GgufCase(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {**GEMMA, "head_dim": 14, "model_type": "gemma3_text", "query_pre_attn_scalar": 11, "num_hidden_layers": 62},
+        {"attention__sliding_window": 23, "rope__freq_base": 1e6},
+        {**OF_GEMMA, "qk_norm": "head"},
+    ),
 }
 
 

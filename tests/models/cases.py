@@ -63,6 +63,8 @@ def _family(architecture: str, config: Mapping[str, Any], name: str | None = Non
 
 
 _LATE = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
+_GEMMA = {"hidden_size": 66, "head_dim": 14, "num_hidden_layers": 4, "sliding_window": _WINDOW, "tie_word_embeddings": True}
+_FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 # As wide as SmolLM2: at smaller widths the dots of all buckets round alike, which hides faults.
 FAMILY_CASES = (
@@ -92,6 +94,19 @@ FAMILY_CASES = (
     _family("Qwen2ForCausalLM", {"tie_word_embeddings": True, **_LATE}, qkv_bias=True),
     _family("Qwen3ForCausalLM", {"hidden_size": 66, "head_dim": 14}, qk_norm="head"),
     _family("Olmo2ForCausalLM", {}, qk_norm="rows", norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    _family(
+        "Gemma2ForCausalLM",
+        {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
+        norms=_FOUR_NORMS,
+        norm_mean=0.0,
+    ),
+    _family(
+        "Gemma3ForCausalLM",
+        {**_GEMMA, "model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        norms=_FOUR_NORMS,
+        norm_mean=0.0,
+        qk_norm="head",
+    ),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )
@@ -131,6 +146,22 @@ VARIANT_CASES = (
     _rope("yarn", {"factor": 4.0, "original_max_position_embeddings": 32}),
     # As for a text of twice the length trained for, which the prompt is.
     _rope("dynamic", {"factor": 2.0}, max_position_embeddings=64),
+    _family(
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA,
+            "model_type": "gemma3_text",
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+        "gemma3-by-kind",
+        norms=_FOUR_NORMS,
+        norm_mean=0.0,
+        qk_norm="head",
+    ),
     _llama("llama-bfloat16", dtype="bfloat16"),
     _llama("llama-float16", dtype="float16"),
 )
