@@ -43,6 +43,7 @@ class HfArchitecture(NamedTuple):
         rope_theta: base of the rotary frequencies when none is named.
         local_rope_theta: of the windowed layers, where those have a base of their own.
         partial_rotary: whether a part of each head may be turned.
+        is_fused: whether q, k and v lie in one tensor of its checkpoints, and gate and up in one.
         rope_aliases: other names of rope types.
     """
 
@@ -55,6 +56,7 @@ class HfArchitecture(NamedTuple):
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
     partial_rotary: bool = False
+    is_fused: bool = False
     rope_aliases: Mapping[str, str] = MappingProxyType({})
 
 
@@ -106,6 +108,15 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             default_window=4096,
             rope_theta=1_000_000.0,
             local_rope_theta=10_000.0,
+        ),
+        "Phi3ForCausalLM": HfArchitecture(
+            "phi3",
+            {**_DEFAULTS, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+            {"original_max_position_embeddings": 4096},
+            window_rule="all",
+            partial_rotary=True,
+            is_fused=True,
+            rope_aliases=MappingProxyType({"su": "longrope", "yarn": "longrope"}),
         ),
     }
 )

@@ -88,11 +88,11 @@ def _global_and_local(config: HfConfig, parameters: Any, local_theta: float) -> 
 
 def _settle_part(config: HfConfig, parameters: Mapping[str, Any], architecture: HfArchitecture, source: str) -> list[str]:
     part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    config["partial_rotary_factor"] = part = 1.0 if part is None else part
     if architecture.partial_rotary:
-        config["partial_rotary_factor"] = part = 1.0 if part is None else part
         if not is_number(part) or not 0 < part <= 1 or int(config["head_dim"] * part) % 2 or int(config["head_dim"] * part) == 0:
             return [f"partial_rotary_factor should leave an even part of head_dim, not {part!r:.60}"]
-    elif part not in (None, 1):
+    elif part != 1:
         raise UnsupportedModelError(f"{source}: partial_rotary_factor {part!r:.60} is not supported; all of head_dim is rotated")
     return []
 
@@ -112,8 +112,10 @@ def _scaling_faults(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> li
     kind = scaling["rope_type"]
     if kind not in _NEEDED:
         return []
-    faults = []
-    num_pairs = int(config["head_dim"] * config.get("partial_rotary_factor", 1)) // 2
+    faults: list[str] = []
+    if not is_number(config["partial_rotary_factor"]):
+        return faults
+    num_pairs = int(config["head_dim"] * config["partial_rotary_factor"]) // 2
     for key in _NEEDED[kind]:
         value = scaling.get(key)
         if key.startswith(("short", "long")):

@@ -37,6 +37,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
         "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
+        "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),
         "Gemma3ForCausalLM": Architecture("gemma", "Gemma 3 (text: 270M, 1B, and others without their vision part)", {"has_qk_norm": True}),
     }

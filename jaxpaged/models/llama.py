@@ -106,7 +106,7 @@ class Config(NamedTuple):
 
 def rope_plan(hf: dict[str, Any], max_model_len: int | None) -> RopePlan:
     """One table for all layers, and one that turns nothing where some have no positions."""
-    dims = hf["head_dim"]
+    dims = int(hf["head_dim"] * hf["partial_rotary_factor"])
     table = make_rope_table(
         hf["rope_scaling"],
         theta=hf["rope_theta"],

@@ -6,7 +6,7 @@ Whatever no sequence owns is NaN: the whole pool before it is written, so a read
 import functools
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,9 @@ PAGE_SIZE = 16
 MAX_SEQS = 8
 
 
-def load(path: Path, dtype: str = "float32") -> LoadedModel:
+def load(path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto") -> LoadedModel:
     """The model in a folder or file, as the engine loads it on a CPU."""
-    config = ModelConfig(model=str(path), dtype=dtype)
+    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len)
     with open_checkpoint(resolve(config)) as checkpoint:
         return load_model(checkpoint, describe_model(config, checkpoint, is_gpu=False))
 

@@ -96,6 +96,16 @@ def test_the_longest_text_of_the_engine_decides_and_no_other(kind: str) -> None:
     assert make_rope_table(scaling, **options) == make_rope_table(scaling, **options, max_model_len=whole) != short
 
 
+def test_an_engine_for_short_texts_turns_by_the_short_factors(tmp_path: Path) -> None:
+    """From the option to the model."""
+    scaling = {"rope_type": "longrope", **SCALINGS["longrope"]}
+    write_tiny_llama(tmp_path, rope_scaling=scaling, context=512, has_tokenizer=False)
+    plain = np.float32(10_000.0) ** (-np.arange(0, 16, 2, dtype=np.float32) / 16)
+    for max_model_len, divisor in (("auto", 2), (65, 2), (64, 1)):
+        (table,) = load(tmp_path, max_model_len=max_model_len).config.rope.tables  # type: ignore[arg-type]
+        np.testing.assert_allclose(table.frequencies, plain / divisor, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "positions"), [("linear", 512), ("dynamic-long", 1024), ("llama-3.1", 131_072), ("yarn", 1024), ("yarn-qwen2.5", 131_072)]
 )
