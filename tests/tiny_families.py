@@ -131,12 +131,15 @@ def write_tiny_family(
     return tensors
 
 
-def write_family_gguf(path: str | Path, architecture: str, tensors: Tensors, hf_config: Mapping[str, Any], **metadata: Any) -> None:
+def write_family_gguf(
+    path: str | Path, architecture: str, tensors: Tensors, hf_config: Mapping[str, Any], *, extra: Tensors, **metadata: Any
+) -> None:
     """Writes such a model as llama.cpp's converter does, by the converter's own table of names; all tensors as F32, without tokenizer.
 
     Args:
         architecture: llama.cpp's word: q and k rows of `llama` are interleaved, norms of Gemmas are stored with 1 added.
         hf_config: config.json of the same model.
+        extra: further tensors by llama.cpp's names.
         metadata: further keys, without the architecture before them and with `__` for a dot.
     """
     import gguf
@@ -175,6 +178,8 @@ def write_family_gguf(path: str | Path, architecture: str, tensors: Tensors, hf_
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         writer.add_tensor(theirs, stored)
+    for name, tensor in extra.items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -80,10 +80,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             hf_keys=MappingProxyType({"rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping"}),
             layers_scaled_by_width=62,
         ),
+        "phi3": GgufArchitecture(
+            "Phi3ForCausalLM",
+            {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        ),
         "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
     }
 )
 """`general.architecture` -> how to read it. Mistral's files say `llama`."""
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Constants of rotary positions that stand in files as tensors: divisors of the frequencies."""
 
 
 class Metadata:
@@ -113,13 +120,13 @@ def read_hf_config(
     architecture: GgufArchitecture,
     metadata: Metadata,
     shapes: Mapping[str, tuple[int, ...]],
-    rope_freqs: np.ndarray | None,
+    rope_tensors: Mapping[str, np.ndarray],
 ) -> HfConfig:
     """Builds the config that Hugging Face would have for this file, settled.
 
     Args:
         shapes: of all tensors, by Hugging Face's names: they tell the vocabulary, tied embeddings and biases.
-        rope_freqs: values of rope_freqs.weight where the file has it, [head_dim / 2].
+        rope_tensors: values of those of `ROPE_TENSORS` that the file has, [turned part of head_dim / 2].
 
     Raises:
         CheckpointError: a key is missing or makes no sense.
@@ -137,7 +144,8 @@ def read_hf_config(
     heads = metadata.get(f"{prefix}.attention.head_count", int)
     hidden = metadata.get(f"{prefix}.embedding_length", int)
     head_dim = metadata.get(f"{prefix}.attention.key_length", int, hidden // heads if heads > 0 else 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    is_partial = HF_ARCHITECTURES[architecture.hf_architecture].partial_rotary
+    for key in ("attention.value_length",) if is_partial else ("attention.value_length", "rope.dimension_count"):
         if metadata.get(f"{prefix}.{key}", int, head_dim) != head_dim:
             raise UnsupportedModelError(f"{path}: {prefix}.{key} differs from the head size {head_dim}, which is not supported")
     theta = metadata.get(f"{prefix}.rope.freq_base", float, 10_000.0)
@@ -158,7 +166,7 @@ def read_hf_config(
         "max_position_embeddings": metadata.get(f"{prefix}.context_length", int),
         "rms_norm_eps": metadata.get(f"{prefix}.attention.layer_norm_rms_epsilon", float),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, prefix, head_dim, theta, rope_freqs),
+        "rope_scaling": _rope_scaling(metadata, prefix, head_dim, theta, rope_tensors),
         "attention_bias": any(name.endswith("self_attn.q_proj.bias") for name in shapes),
         "mlp_bias": any(name.endswith("mlp.up_proj.bias") for name in shapes),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
@@ -166,6 +174,10 @@ def read_hf_config(
         # Files of chat models name the end of a turn and of a message beside the end of the text.
         "eos_token_id": _token_ids(metadata, "eos", "eot", "eom"),
     }
+    if is_partial and head_dim > 0:
+        config["partial_rotary_factor"] = metadata.get(f"{prefix}.rope.dimension_count", int, head_dim) / head_dim
+    if metadata.has(original := f"{prefix}.rope.scaling.original_context_length"):
+        config["original_max_position_embeddings"] = metadata.get(original, int)
     if window or HF_ARCHITECTURES[hf_architecture].default_window is not None:
         config["sliding_window"] = window or None
     if metadata.has(pattern := f"{prefix}.attention.sliding_window_pattern"):
@@ -186,7 +198,15 @@ def _token_ids(metadata: Metadata, *kinds: str) -> int | list[int] | None:
     return ids if len(ids) > 1 else ids[0] if ids else None
 
 
-def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, rope_freqs: np.ndarray | None) -> HfConfig | None:
+def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, tensors: Mapping[str, np.ndarray]) -> HfConfig | None:
+    if "rope_factors_short.weight" in tensors or "rope_factors_long.weight" in tensors:
+        scaling: HfConfig = {"rope_type": "longrope"}
+        for key in ("short", "long"):
+            scaling[f"{key}_factor"] = tensors.get(f"rope_factors_{key}.weight", np.zeros(0)).ravel().tolist()
+        if metadata.has(magnitude := f"{prefix}.rope.scaling.attn_factor"):
+            scaling["attention_factor"] = metadata.get(magnitude, float)
+        return scaling
+    rope_freqs = tensors.get("rope_freqs.weight")
     kind = metadata.get(f"{prefix}.rope.scaling.type", str, "none")
     if kind != "none":
         if kind not in ("linear", "yarn"):
@@ -195,8 +215,6 @@ def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, 
         if kind == "yarn":
             if metadata.get(f"{prefix}.rope.scaling.attn_factor", float, 1.0) != 1:
                 raise UnsupportedModelError(f"{metadata.path}: {prefix}.rope.scaling.attn_factor is not supported")
-            if metadata.has(original := f"{prefix}.rope.scaling.original_context_length"):
-                named["original_max_position_embeddings"] = metadata.get(original, int)
         return named
     if metadata.has(f"{prefix}.rope.scale_linear"):  # the older key
         return {"rope_type": "linear", "factor": metadata.get(f"{prefix}.rope.scale_linear", float)}
@@ -204,7 +222,7 @@ def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, 
         return None
     # Llama 3.1's scaling stands in files as the tensor of its divisors alone: the largest is its `factor`, the other numbers are
     # the same in all releases.
-    scaling: HfConfig = {
+    scaling = {
         "rope_type": "llama3",
         "factor": float(np.max(rope_freqs)),
         "low_freq_factor": 1.0,

@@ -11,23 +11,27 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.gguf_config import ARCHITECTURES
 from tests.models.paged_model import load
 from tests.tiny_families import write_family_gguf, write_tiny_family
+from tests.tiny_model import Tensors
 
 pytestmark = pytest.mark.jax
 
 
 class GgufCase(NamedTuple):
-    """One model. `metadata`: what its GGUF file says beside the sizes."""
+    """One model. `metadata`: what its GGUF file says beside the sizes; `extra`: tensors it has beside the weights."""
 
     gguf_architecture: str
     architecture: str
     config: dict[str, Any]
     metadata: dict[str, Any]
     options: dict[str, Any]
+    extra: Tensors = {}
 
 
 FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GEMMA = {"hidden_size": 66, "tie_word_embeddings": True, "sliding_window": 23}
 OF_GEMMA: dict[str, Any] = {"norms": FOUR_NORMS, "norm_mean": 0.0}
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.4], [1.5, 2.0, 3.0, 5.0, 7.0]
+PHI3_LONG = {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.75}
 
 CASES = {
     "llama": GgufCase("llama", "LlamaForCausalLM", {"sliding_window": 23}, {}, {}),
@@ -55,6 +59,20 @@ CASES = {
         {"qkv_bias": True},
     ),
     "qwen3": GgufCase("qwen3", "Qwen3ForCausalLM", {"hidden_size": 66, "head_dim": 14}, {}, {"qk_norm": "head"}),
+    "phi3": GgufCase("phi3", "Phi3ForCausalLM", {"sliding_window": 23}, {"attention__sliding_window": 23}, {"is_fused": True}),
+    "phi3-long": GgufCase(
+        "phi3",
+        "Phi3ForCausalLM",
+        {**PHI3_LONG, "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.25}},
+        {
+            "attention__sliding_window": 0,
+            "rope__dimension_count": 10,
+            "rope__scaling__original_context_length": 64,
+            "rope__scaling__attn_factor": 1.25,
+        },
+        {"is_fused": True},
+        {"rope_factors_short.weight": np.asarray(SHORT, np.float32), "rope_factors_long.weight": np.asarray(LONG, np.float32)},
+    ),
     "gemma2": GgufCase(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -97,7 +115,7 @@ def write(case: GgufCase, folder: Path) -> Path:
     tensors = write_tiny_family(folder, architecture=case.architecture, vocab_size=131, config=case.config, **case.options)
     path = folder / "tiny.gguf"
     hf_config = json.loads((folder / "config.json").read_text())
-    write_family_gguf(path, case.gguf_architecture, tensors, hf_config, **case.metadata)
+    write_family_gguf(path, case.gguf_architecture, tensors, hf_config, extra=case.extra, **case.metadata)
     return path
 
 
@@ -135,3 +153,10 @@ def test_tensors_of_another_architecture_are_refused_by_name(name: str, options:
         path = write(case, tmp_path)
     with pytest.raises(CheckpointError, match=complaint):
         load(path)
+
+
+def test_factors_of_one_kind_alone_are_refused_by_name(tmp_path: Path) -> None:
+    case = CASES["phi3-long"]
+    short = {name: tensor for name, tensor in case.extra.items() if "short" in name}
+    with pytest.raises(CheckpointError, match="long_factor of rope type 'longrope' should be a list of 5 positive numbers"):
+        load(write(case._replace(extra=short), tmp_path))
