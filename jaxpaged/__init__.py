@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxpaged.async_llm import AsyncLLM, AsyncLLMEngine
+    from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxpaged.config import Config
+    from jaxpaged.embeddings import EmbeddingOutput, EmbeddingRequestOutput
     from jaxpaged.errors import JaxpagedError
     from jaxpaged.llm import LLM
     from jaxpaged.request import CompletionOutput, RequestOutput, SamplingParams
@@ -23,6 +25,11 @@ _HOMES = {
     "SamplingParams": "jaxpaged.request",
     "RequestOutput": "jaxpaged.request",
     "CompletionOutput": "jaxpaged.request",
+    "BeamSearchOutput": "jaxpaged.beam_search",
+    "BeamSearchParams": "jaxpaged.beam_search",
+    "BeamSearchSequence": "jaxpaged.beam_search",
+    "EmbeddingOutput": "jaxpaged.embeddings",
+    "EmbeddingRequestOutput": "jaxpaged.embeddings",
     "ContinuationScore": "jaxpaged.scoring",
     "Config": "jaxpaged.config",
     "JaxpagedError": "jaxpaged.errors",
@@ -32,9 +39,14 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Config",
     "ContinuationScore",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "JaxpagedError",
     "RequestOutput",
     "SamplingParams",

@@ -35,6 +35,9 @@ class AdmissionLimits:
         policy: limits on the queue, and the reserve.
         max_model_len: tokens of prompt and answer at most.
 
+    Attributes:
+        most_prompt_tokens: of the longest prompt that `check_fits` lets through.
+
     Raises:
         ConfigError: the reserve leaves no page for anybody else.
     """
@@ -45,8 +48,10 @@ class AdmissionLimits:
         self.max_model_len = max_model_len
         num_usable = page_manager.num_usable
         self.reserve_pages = reserve_pages_of(policy, num_usable)
+        most_tokens = page_manager.arithmetic.most_tokens(num_usable, max_model_len)
         # The last token of an answer is never computed, so it needs no place in the pool.
-        self._most_total_tokens = min(max_model_len, page_manager.arithmetic.most_tokens(num_usable, max_model_len) + 1)
+        self._most_total_tokens = min(max_model_len, most_tokens + 1)
+        self.most_prompt_tokens = most_tokens - 1
 
     def check_fits(self, num_prompt: int) -> None:
         """Checks that a prompt of `num_prompt` tokens can ever run.

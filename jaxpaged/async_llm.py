@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jaxpaged.api import open_own_sinks, settle_config
+from jaxpaged.beam_requests import BeamRequests, all_or_none
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.config import Config
+from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_client import EngineClient, Generation
 from jaxpaged.engine_control import Pause, PauseMode, check_flag, wake_tags
 from jaxpaged.engine_thread import EngineThread
@@ -18,7 +21,7 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
 from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
@@ -87,6 +90,34 @@ class AsyncLLM:
         make = functools.partial(self._intake.scoring_request, prompt, continuation, request_id=request_id, priority=priority)
         outputs = [output async for output in self._streams().outputs_of(make, request_id)]
         return score_of(outputs[-1])
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+    ) -> BeamSearchOutput:
+        """The likeliest answers to a prompt; see `LLM.beam_search`. Cancelling the task aborts the search.
+
+        Args:
+            prompt: as for `generate`.
+            params: the width, the length and how answers are ordered.
+            request_id: a label; the requests of the steps are called "X#1.0", "X#1.1" and so on.
+            priority: lower goes first.
+        """
+        check_gives_logprobs(self.config, "beam_search")
+        make = functools.partial(self._intake.beam_request, prompt, params, request_id=request_id, priority=priority)
+        streams = self._streams()
+        search = BeamRequests(await streams.made(make, request_id), params, self._engine.scheduler.most_prompt_tokens)
+        while not search.is_done:
+            search.take(await all_or_none(map(streams.last_output_of, search.next_requests())))
+        return search.output(self._intake.tokenizer)
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+    ) -> EmbeddingRequestOutput:
+        """A prompt as a vector; see `LLM.embed`. Cancelling the task aborts the request."""
+        check_pooling(pooling, normalize)
+        make = functools.partial(self._intake.embedding_request, prompt, pooling, request_id=request_id, priority=priority)
+        outputs = [output async for output in self._streams().outputs_of(make, request_id)]
+        return embedding_of(outputs[-1], normalize=normalize)
 
     async def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False

@@ -81,6 +81,9 @@ class StepBatch(NamedTuple):
 
     A token whose `source_slots` is not negative is the id last sampled into that slot, which the host need not know yet.
     Each KV group has page tables of its own, and places of its own that a token is written to.
+
+    A row whose hidden states are asked for (`pooling`) gives the sum of those of its tokens from `pool_starts` on, a place in the flat
+    batch; other rows have one beyond all tokens. Its sum goes on from, and is kept in, the slot in `pool_slots`, if that is a slot.
     """
 
     token_ids: Int32[Array, "tokens"]
@@ -93,6 +96,8 @@ class StepBatch(NamedTuple):
     cu_q_lens: Int32[Array, "seqs+1"]
     sample_tokens: Int32[Array, "seqs"]
     target_slots: Int32[Array, "seqs"]
+    pool_starts: Int32[Array, "seqs"]
+    pool_slots: Int32[Array, "seqs"]
     sampling: SamplingRows
     scored: ScoredTokens
 
@@ -122,6 +127,8 @@ class BatchLayout(NamedTuple):
             ("cu_q_lens", (seqs + 1,)),
             ("sample_tokens", (seqs,)),
             ("target_slots", (seqs,)),
+            ("pool_starts", (seqs,)),
+            ("pool_slots", (seqs,)),
             ("temperature", (seqs,)),
             ("top_k", (seqs,)),
             ("top_p", (seqs,)),

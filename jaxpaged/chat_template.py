@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from jinja2 import TemplateError
 
 from jaxpaged.errors import ChatTemplateError, ConfigError
@@ -111,7 +112,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
     A message is a mapping with a `role` and a `content`; other keys are passed on to the template. A content that is a list of
     text parts (`{"type": "text", "text": ...}` or plain strings) becomes their texts joined by a newline, as vLLM does; an empty
-    list is an empty text. A content of None counts as absent, and may be absent only beside `tool_calls`.
+    list is an empty text. A content of None counts as absent, and may be absent only beside `tool_calls`, whose arguments become
+    mappings where they are texts of JSON.
 
     Raises:
         ChatTemplateError: naming the message, counted from 0, and what is wrong with it.
@@ -130,12 +132,30 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
         raise ChatTemplateError(f"{where} has no role", param=f"{where}.role")
     # transformers drops null values too: templates test for keys and would print "None".
     copied: dict[str, Any] = {key: plain_value(value) for key, value in message.items() if value is not None and key != "content"}
+    if isinstance(calls := copied.get("tool_calls"), list):
+        copied["tool_calls"] = [_with_arguments(call, f"{where}.tool_calls[{position}]") for position, call in enumerate(calls)]
     content = message.get("content")
     if content is not None:
         copied["content"] = _content_text(content, f"{where}.content")
     elif not copied.get("tool_calls"):
         raise ChatTemplateError(f"{where} (role {role!r}) has no content", param=f"{where}.content")
     return copied
+
+
+def _with_arguments(call: Any, where: str) -> Any:
+    """A tool call whose arguments are a mapping, as templates expect them; OpenAI's clients send them as a text of JSON."""
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    where += ".function.arguments"
+    try:
+        decoded = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise ChatTemplateError(f"{where} is no JSON: {_sentence(error)}", param=where) from error
+    if not isinstance(decoded, dict):
+        raise ChatTemplateError(f"{where} must be the JSON of an object, got {_kind(decoded)}", param=where)
+    return {**call, "function": {**function, "arguments": plain_value(decoded)}}
 
 
 def _content_text(content: Any, where: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxpaged import events
 from jaxpaged.clocks import REAL_CLOCKS, Clocks, Timer
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.embeddings import pooled_rows
 from jaxpaged.engine_control import EngineControl
 from jaxpaged.engine_events import EngineEvents, StepTimes
 from jaxpaged.errors import EngineDeadError, JaxpagedError
@@ -221,6 +222,7 @@ class Engine:
         if started.scored:
             ids = self._take_prompt_logprobs(started, ids)
         awaited = [row for row, token_id in zip(step.rows, ids, strict=False) if row.is_awaited and (row.samples or token_id == NO_ID)]
+        self._requests.take_pooled(pooled_rows(step, started.ids))
         self._fail_rows_without_id(step, ids)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()

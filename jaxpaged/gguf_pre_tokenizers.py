@@ -33,7 +33,14 @@ _DEEPSEEK_V3 = (
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
+_ASIAN = "[一-龥ࠀ-一가-\ud7ff]+"
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")
+# The file lists the letters that have a case one by one, as of Unicode 11 and without some blocks; here the property, less the rest.
+_CASED_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c6-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab6f"
+    r"\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{16e7f}\x{1d400}-\x{1dfff}]]"
+)
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{_CASED_LETTERS}+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _ASIAN, r"\p{N}")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 # What llama.cpp does with a file that says "default" or nothing at all, since such files were made and tried with it.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
@@ -55,22 +62,23 @@ class PreTokenizer(NamedTuple):
 
 _DIGIT_WISE = PreTokenizer((r"\p{N}", _GPT2))
 _FAMILIES: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
-    (PreTokenizer((_GPT2,)), ("gpt-2", "phi-2", "olmo", "jais", "gigachat", "exaone4", "trillion", "granite-docling")),
+    (PreTokenizer((_GPT2,)), ("gpt-2", "phi-2", "olmo", "jais", "gigachat", "exaone4", "trillion", "granite-docling", "mellum")),
     (PreTokenizer((_GPT2,), is_normalized=True), ("mpt",)),
-    (_DIGIT_WISE, ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b")),
+    (_DIGIT_WISE, ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2")),
     (_DIGIT_WISE._replace(is_normalized=True), ("command-r",)),
     (
         PreTokenizer((_LLAMA3,), ignores_merges=True, adds_bos=True),
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     ),
-    (PreTokenizer((_LLAMA3,)), ("dbrx", "smaug-bpe")),
+    (PreTokenizer((_LLAMA3,)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
     (PreTokenizer((_QWEN2,), is_normalized=True), ("qwen2", "megrez")),
-    (PreTokenizer((_QWEN2,)), ("deepseek-r1-qwen",)),
+    (PreTokenizer((_QWEN2,)), ("deepseek-r1-qwen", "stablelm2", "hunyuan", "solar-open", "grok-2")),
     (PreTokenizer((_QWEN35,), is_normalized=True), ("qwen35",)),
     (PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True), ("tekken",)),
     (PreTokenizer((_GPT4O,)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
-    (PreTokenizer(_DEEPSEEK_V3), ("deepseek-v3", "hunyuan-dense")),
+    (PreTokenizer(_DEEPSEEK_V3), ("deepseek-v3", "joyai-llm", "hunyuan-dense")),
     (PreTokenizer(_DEEPSEEK_CODER), ("deepseek-coder",)),
+    (PreTokenizer(_DEEPSEEK_LLM), ("deepseek-llm",)),
     (PreTokenizer(_FALCON), ("falcon",)),
     (PreTokenizer(_DEFAULT), ("default", "")),
 )

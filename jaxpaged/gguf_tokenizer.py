@@ -1,11 +1,11 @@
 """Builds a tokenizer from the metadata of a GGUF file, which holds a vocabulary but no `tokenizer.json`.
 
-Two kinds are known, as `tokenizer.ggml.model` names them: `gpt2` (byte-level pairs with a merge list) and `llama` (SentencePiece
-pairs with scores and byte tokens). Anything else is refused by name.
+Four kinds are known, as `tokenizer.ggml.model` names them: `gpt2` (byte-level pairs with a merge list), `llama` (SentencePiece pairs
+with scores and byte tokens), `gemma4` (pairs of characters with a merge list and byte tokens) and `bert` (word pieces). Anything else
+is refused by name.
 """
 
 import hashlib
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,35 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.gguf_pre_tokenizers import build_pre_tokenizer, find_pre_tokenizer
+from jaxpaged.gguf_pre_tokenizers import find_pre_tokenizer
+from jaxpaged.gguf_vocabularies import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    build_byte_pairs,
+    build_character_pairs,
+    build_sentencepiece,
+    build_word_pieces,
+)
 from jaxpaged.loading.gguf_header import read_gguf_header
 from jaxpaged.tokenizer_files import StoredTokenizer, parse_tokenizer
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-_SPACE: Final = "\u2581"
 _PREFIX: Final = "tokenizer.ggml."
 # A file may name only its end-of-text token although its chat template closes a turn with another one.
-_TURN_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
+_TURN_ENDS: Final = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>", "<turn|>", "<|tool_response>"
+)  # fmt: skip
 
 
 # Part of the name of every kept conversion: raised by whoever changes what a conversion gives.
-_CONVERSION: Final = 1
+_CONVERSION: Final = 2
 _HASHED_BYTES: Final = 2**20
+_KINDS: Final = ("gpt2", "llama", "gemma4", "bert")
 
 
 class _KeptFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,34 +114,49 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> StoredTokenizer:
         CheckpointError: keys are missing, of unequal length, or out of range.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in _KINDS:
         given = "no tokenizer" if kind is None else f"a tokenizer of kind {kind!r}"
-        raise UnsupportedModelError(f"the GGUF file holds {given}; gpt2 and llama are supported, or pass --tokenizer FOLDER")
+        raise UnsupportedModelError(f"the GGUF file holds {given}; known are {', '.join(_KINDS)}; pass --tokenizer FOLDER instead")
     tokens, types = _read_tokens(metadata)
-    adds_bos, adds_eos = kind == "llama", False
+    bos, eos = _special_id(metadata, "bos", len(tokens)), _special_id(metadata, "eos", len(tokens))
+    adds_bos, adds_eos, adds_eos_key = True, False, "add_eos_token"
     if kind == "gpt2":
         pre = find_pre_tokenizer(str(metadata.get("tokenizer.ggml.pre", "")))
         adds_bos = pre.adds_bos
-        merges = _split_merges(_strings(metadata, "merges"))
-        tokenizer = _build_pairs(_vocabulary(tokens), merges, ignore_merges=pre.ignores_merges)
-        if pre.is_normalized:
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = build_pre_tokenizer(pre)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
+        tokenizer = build_byte_pairs(tokens, _strings(metadata, "merges"), pre)
+    elif kind == "gemma4":
+        unknown = _special_id(metadata, "unknown", len(tokens))
+        tokenizer = build_character_pairs(tokens, _strings(metadata, "merges"), unknown)
+    elif kind == "llama":
         scores = _numbers(metadata, "scores", [0.0] * len(tokens))
         unknown = _special_id(metadata, "unknown", len(tokens))
-        has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-        tokenizer = _build_sentencepiece(tokens, types, scores, unknown, has_prefix)
+        has_prefix = _flag(metadata, "add_space_prefix", True)
+        tokenizer = build_sentencepiece(tokens, types, scores, unknown, has_prefix)
+    else:
+        tokenizer = _read_word_pieces(metadata, tokens, types)
+        # The misspelling is the format's.
+        cls, sep = _special_id(metadata, "cls", len(tokens)), _special_id(metadata, "seperator", len(tokens))
+        bos, eos = (bos if cls is None else cls), (eos if sep is None else sep)
+        adds_eos, adds_eos_key = True, "add_sep_token"
     _add_tokens(tokenizer, tokens, types)
-    bos, eos = _special_id(metadata, "bos", len(tokens)), _special_id(metadata, "eos", len(tokens))
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)) and bos is not None
-    adds_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", adds_eos)) and eos is not None
+    adds_bos = _flag(metadata, "add_bos_token", adds_bos) and bos is not None
+    adds_eos = _flag(metadata, adds_eos_key, adds_eos) and eos is not None
     _set_bos_eos(tokenizer, bos if adds_bos else None, eos if adds_eos else None)
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError("the GGUF file's tokenizer.chat_template is not a string")
     return StoredTokenizer(tokenizer, bos, _end_ids(metadata, tokens, types, template), template)
+
+
+def _read_word_pieces(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+    unknown = _special_id(metadata, "unknown", len(tokens))
+    if unknown is None:
+        raise CheckpointError(f"the GGUF file has no {_PREFIX}unknown_token_id, which word pieces need")
+    # Older files do not say; a vocabulary of words in lower case alone is meant for text in lower case.
+    words = (token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL and not token.startswith("["))
+    is_lowercase = _flag(metadata, "normalizer.lowercase", not any("A" <= character <= "Z" for word in words for character in word))
+    strips_accents = _flag(metadata, "normalizer.strip_accents", is_lowercase)
+    return build_word_pieces(tokens, unknown, is_lowercase=is_lowercase, strips_accents=strips_accents)
 
 
 def _set_bos_eos(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
@@ -161,29 +188,17 @@ def _numbers(metadata: Mapping[str, Any], key: str, otherwise: list[Any]) -> lis
     return values.tolist()
 
 
+def _flag(metadata: Mapping[str, Any], key: str, otherwise: bool) -> bool:
+    return bool(metadata.get(_PREFIX + key, otherwise))
+
+
 def _read_tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     tokens = _strings(metadata, "tokens")
-    types = _numbers(metadata, "token_type", [_NORMAL] * len(tokens))
+    types = _numbers(metadata, "token_type", [NORMAL] * len(tokens))
     num_used = len(tokens)
-    while num_used and types[num_used - 1] == _UNUSED:
+    while num_used and types[num_used - 1] == UNUSED:
         num_used -= 1
     return tokens[:num_used], types[:num_used]
-
-
-def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    # An empty token could match everywhere; llama.cpp renames it in the same way.
-    return {token or f"[EMPTY_{index}]": index for index, token in enumerate(tokens)}
-
-
-def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for merge in merges:
-        # The first character belongs to the left half even when it is a space.
-        cut = merge.find(" ", 1)
-        if cut < 0:
-            raise CheckpointError(f"the GGUF file has a merge without two halves: {merge!r}")
-        pairs.append((merge[:cut], merge[cut + 1 :]))
-    return pairs
 
 
 def _special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
@@ -195,50 +210,15 @@ def _special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int 
 
 def _end_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], template: str | None) -> tuple[int, ...]:
     named = [_special_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    control = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _CONTROL}
-    closing = [control[token] for token in _TURN_ENDS if token in control and template is not None and token in template]
+    added = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER_DEFINED)}
+    closing = [added[token] for token in _TURN_ENDS if token in added and template is not None and token in template]
     return tuple(dict.fromkeys(index for index in (*named, *closing) if index is not None))
-
-
-def _build_pairs(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
-    try:
-        return Tokenizer(models.BPE(vocabulary, merges, **options))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit together: {error}") from error
-
-
-def _build_sentencepiece(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown_id: int | None, has_prefix: bool
-) -> Tokenizer:
-    vocabulary = _vocabulary(tokens)
-    unknown = None if unknown_id is None else tokens[unknown_id]
-    merges = _merges_from_scores(vocabulary, types, scores)
-    tokenizer = _build_pairs(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    to_space = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_space] if has_prefix else [to_space])
-    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
-    return tokenizer
-
-
-def _merges_from_scores(vocabulary: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    # SentencePiece joins the neighbours whose union scores best: every way of halving a token is a merge of that token's score.
-    ranked = []
-    for token, index in vocabulary.items():
-        if types[index] != _NORMAL or not math.isfinite(scores[index]):
-            continue
-        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        pairs = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
-        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        ranked += [(-scores[index], pair) for pair in pairs]
-    ranked.sort(key=lambda item: item[0])
-    return [pair for _, pair in ranked]
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
     def of_type(*wanted: int) -> list[AddedToken]:
         texts = [token for token, kind in zip(tokens, types, strict=True) if token and kind in wanted]
-        return [AddedToken(text, special=_USER_DEFINED not in wanted, normalized=False) for text in texts]
+        return [AddedToken(text, special=USER_DEFINED not in wanted, normalized=False) for text in texts]
 
-    tokenizer.add_special_tokens(of_type(_UNKNOWN, _CONTROL))
-    tokenizer.add_tokens(of_type(_USER_DEFINED))
+    tokenizer.add_special_tokens(of_type(UNKNOWN, CONTROL))
+    tokenizer.add_tokens(of_type(USER_DEFINED))

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.beam_search import BeamSearchParams, step_params
 from jaxpaged.counts import counted
+from jaxpaged.embeddings import EMBEDDING_PARAMS
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, RequestOutputKind, SamplingParams
+from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Pooling, Request, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -157,6 +159,32 @@ class Intake:
             priority=priority,
         )
         return msgspec.structs.replace(request, score_from=num_prompt)
+
+    def embedding_request(
+        self, prompt: Prompt, pooling: Pooling, *, arrival_s: float, request_id: str | None = None, priority: int = 0
+    ) -> Request:
+        """The request for the embedding of a prompt (`embeddings.embedding_of`). Raises as `request`."""
+        request = self.request(prompt, EMBEDDING_PARAMS, arrival_s=arrival_s, request_id=request_id, priority=priority)
+        return msgspec.structs.replace(request, pooling=pooling)
+
+    def beam_request(
+        self, prompt: Prompt, params: BeamSearchParams, *, arrival_s: float, request_id: str | None = None, priority: int = 0
+    ) -> Request:
+        """The request that each step of each beam is made from (`beam_requests`).
+
+        Raises:
+            InvalidRequestError: as `request`; or the width needs more log-probabilities than the engine tells.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
+        asked = step_params(params, self.eos_token_ids)
+        if asked.logprobs is not None and asked.logprobs > self._max_logprobs:
+            raise InvalidRequestError(
+                f"beam_width {params.beam_width} needs the {asked.logprobs} likeliest ids at each step, and the limit of this engine is "
+                f"{self._max_logprobs} (sampling.max_logprobs)",
+                param="beam_width",
+            )
+        return self.request(prompt, asked, arrival_s=arrival_s, request_id=request_id, priority=priority)
 
     def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
         """Token ids of a conversation, laid out by the model's chat template.

@@ -7,8 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from jaxpaged.api import as_conversations, as_prompts, failed_output, one_each, open_own_sinks, priority_each, settle_config
+from jaxpaged.beam_requests import BeamRequests, check_concurrency, run_searches
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.config import Config
-from jaxpaged.engine_control import Pause, PauseMode, check_flag
+from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding_of
 from jaxpaged.engine_turns import EngineTurns
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
@@ -16,14 +18,15 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import Interrupt
 from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.operator_calls import OperatorCalls
 from jaxpaged.progress_bar import progress_bar
-from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.request import Pooling, Request, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.scoring import ContinuationScore, as_pairs, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
 
-class LLM:
+class LLM(OperatorCalls):
     """A model, ready to generate, in this process.
 
     `LLM("smollm2-135m", max_model_len=2048)`: keyword arguments carry vLLM's names; `config` gives the whole tree instead. Use it as a
@@ -135,6 +138,81 @@ class LLM:
 
         return [score_of(output) for output in self._complete([prompt for prompt, _ in pairs], make, "raise", use_tqdm)]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt, in the order of the prompts; what is kept and when it ends is as in transformers.
+
+        Every step of every beam is a request of its own, which finds the pages of its beginning in the prefix cache.
+
+        Args:
+            prompts: one or many, as for `generate`.
+            params: the width, the length and how answers are ordered.
+            use_tqdm: show a progress bar on a terminal.
+            concurrency_limit: prompts that are searched at the same time; None: as many as have their beams in one step.
+            priority: one for all or one each; lower goes first.
+
+        Raises:
+            InvalidRequestError: a prompt that `generate` would refuse, or the width needs more log-probabilities than the engine tells.
+            QueueFullError: too much waits already.
+            EnginePausedError, EngineDeadError: as for `generate`.
+        """
+        check_gives_logprobs(self.config, "beam_search")
+        check_concurrency(concurrency_limit)
+        several = as_prompts(prompts)
+        priorities = priority_each(priority, len(several))
+
+        def make(index: int, arrival_s: float) -> Request:
+            return self._intake.beam_request(several[index], params, arrival_s=arrival_s, priority=priorities[index])
+
+        with self._turns.turn() as interrupt:
+            self._turns.check_takes_requests()
+            checked, _ = self._check(several, make, "raise", interrupt)
+            scheduler = self._engine.scheduler
+            searches = [BeamRequests(request, params, scheduler.most_prompt_tokens) for _, request in checked]
+            limit = concurrency_limit or max(1, scheduler.max_num_seqs // params.beam_width)
+            bar = progress_bar(len(searches)) if use_tqdm and len(searches) > 1 else None
+            run_searches(searches, self._engine, self._turns, limit=limit, interrupt=interrupt, bar=bar)
+        return [search.output(self._intake.tokenizer) for search in searches]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Each prompt as a vector, in the same order, made of the model's final hidden states (behind the last norm).
+
+        Args:
+            prompts: one or many, as for `generate`; one token shorter than the context at most.
+            pooling: "mean" over all tokens of the prompt; "last": what its last token has.
+            normalize: to a length of 1.
+            use_tqdm: show a progress bar on a terminal.
+            priority: one for all or one each; lower goes first.
+
+        Raises:
+            InvalidRequestError: a prompt that `generate` would refuse, or an unknown pooling.
+            RequestFailedError: a request failed inside the engine.
+            EnginePausedError, EngineDeadError: as for `generate`.
+        """
+        check_pooling(pooling, normalize)
+        several = as_prompts(prompts)
+        priorities = priority_each(priority, len(several))
+
+        def make(index: int, arrival_s: float) -> Request:
+            return self._intake.embedding_request(several[index], pooling, arrival_s=arrival_s, priority=priorities[index])
+
+        return [embedding_of(output, normalize=normalize) for output in self._complete(several, make, "raise", use_tqdm)]
+
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -210,57 +288,6 @@ class LLM:
         """Counters and gauges so far, by name."""
         return self._metrics.snapshot()
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forgets all cached pages; `reset_running_requests`: open streams give theirs back, too, and are computed again. True: done."""
-        check_flag("reset_running_requests", reset_running_requests)
-        with self._turns.turn():
-            self._engine.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
-        return True
-
-    def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Computes nothing until `resume`. Raises InvalidRequestError for an unknown mode.
-
-        Args:
-            mode: what becomes of open streams: "abort" ends them, "wait" computes them to their ends, "keep" stops them.
-            clear_cache: forget all cached pages; streams that were kept are computed again.
-        """
-        self._pause(Pause(mode, clear_cache=clear_cache))
-
-    def resume(self) -> None:
-        """Goes on after `pause`; nothing happens without one. Raises EnginePausedError while asleep."""
-        with self._turns.change():
-            self._engine.control.resume()
-
-    def is_paused(self) -> bool:
-        """Whether requests are refused, because of a pause or a sleep."""
-        return self._engine.control.is_paused
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pauses, and gives memory back until `wake_up`. Raises InvalidRequestError for an unknown level or mode.
-
-        Args:
-            level: 0 only pauses; 1 moves the weights to host memory and drops the page pool; 2 drops both, and the weights are
-                read from their files again.
-            mode: as for `pause`.
-        """
-        self._pause(Pause.to_sleep(level, mode))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Brings back what `tags` name ("weights", "kv_cache", "scheduling"; None: all); goes on once all is there.
-
-        An engine that was paused apart from the sleep stays paused. Nothing happens when it is awake, or without tags.
-
-        Raises:
-            InvalidRequestError: an unknown tag.
-            MemoryBudgetError: there is no room now; the engine sleeps on.
-        """
-        with self._turns.change():
-            self._engine.control.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether `sleep` was called and `wake_up` has not ended it."""
-        return self._engine.control.is_sleeping
-
     def close(self) -> None:
         """Gives weights and page pool back; a second call does nothing."""
         with self._turns.change():
@@ -272,18 +299,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _pause(self, pause: Pause) -> None:
-        control = self._engine.control
-        with self._turns.change():
-            try:
-                self._turns.deliver(control.begin_pause(pause))
-                while not control.is_settled(pause):
-                    self._turns.step()
-                control.finish_pause(pause)
-            except BaseException:
-                control.withdraw(pause)
-                raise
 
     def _complete(
         self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, use_tqdm: bool
@@ -299,6 +314,22 @@ class LLM:
         self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
+        checked, outputs = self._check(prompts, make, on_error, interrupt)
+        added: list[str] = []
+        try:
+            for _, request in checked:
+                self._engine.add(request)
+                added.append(request.request_id)
+        except JaxpagedError:  # the queue is full: all or none
+            for request_id in added:
+                self._engine.abort(request_id)
+            raise
+        return {request.request_id: index for index, request in checked}, outputs
+
+    def _check(
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
+    ) -> tuple[list[tuple[int, Request]], dict[int, RequestOutput]]:
+        """The requests with their indices, and outputs of the refused ones by index."""
         checked: list[tuple[int, Request]] = []
         outputs: dict[int, RequestOutput] = {}
         now = time.monotonic()
@@ -317,16 +348,7 @@ class LLM:
                     at = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise type(error)(at + error.message, param=error.param) from error
                 outputs[index] = failed_output(refused_id, prompt, error, now)
-        added: list[str] = []
-        try:
-            for _, request in checked:
-                self._engine.add(request)
-                added.append(request.request_id)
-        except JaxpagedError:  # the queue is full: all or none
-            for request_id in added:
-                self._engine.abort(request_id)
-            raise
-        return {request.request_id: index for index, request in checked}, outputs
+        return checked, outputs
 
     def _run(self, requests: dict[str, int], outputs: dict[int, RequestOutput], use_tqdm: bool, interrupt: Interrupt) -> None:
         bar = progress_bar(len(requests)) if use_tqdm and len(requests) > 1 else None

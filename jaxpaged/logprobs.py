@@ -32,13 +32,14 @@ class LogprobRows(NamedTuple):
 class StepResult(NamedTuple):
     """What a step gives, once it is computed. `np.asarray` of it waits for the ids.
 
-    `logprobs`: a row for each sequence; they mean something for those that asked. `prompt`: in the order of `StepBatch.scored`,
-    at least one row for each token of the step.
+    `logprobs` and `pooled`: a row for each sequence; they mean something for those that asked. `prompt`: in the order of
+    `StepBatch.scored`, at least one row for each token of the step.
     """
 
     ids: Int32[Array, "seqs"]
     logprobs: LogprobRows
     prompt: LogprobRows
+    pooled: Float[Array, "seqs embed"]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.ids, dtype=dtype, copy=copy)

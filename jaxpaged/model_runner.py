@@ -97,7 +97,7 @@ class ModelRunner:
             MemoryBudgetError: the pool does not fit.
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
-        self._model = model
+        self._model, self._embed = model, model.config.embed
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
         self.cache_shape = cache_shape(model.config, cache)
@@ -149,8 +149,8 @@ class ModelRunner:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what the device keeps of each slot: the last id, and a count and a bias per token of the vocabulary."""
-        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab)
+        """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
+        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab + 4 * self._embed)
 
     @property
     def num_compiled_while_running(self) -> int:
@@ -236,7 +236,8 @@ class ModelRunner:
     def _new_state(self) -> DeviceState:
         num_slots = self.limits.max_num_seqs
         slots = SlotRows(jnp.zeros((num_slots, self.vocab), jnp.int32), jnp.zeros((num_slots, self.vocab), jnp.float32))
-        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots)
+        pooled = jnp.zeros((num_slots, self._embed), jnp.float32)
+        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots, pooled)
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(

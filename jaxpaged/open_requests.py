@@ -51,9 +51,10 @@ class OpenRequests:
             if name in self._by_id or name in self._by_sequence:
                 raise InvalidRequestError(f"The request id {name!r} is already in use", param="request_id")
         opened = OpenRequest(request, samples, self._tokenizer)
-        self._scheduler.add(samples[0])
+        (self._scheduler.add_sample if request.is_let_in else self._scheduler.add)(samples[0])
         for sample in samples[1:]:
             self._scheduler.add_sample(sample)
+        opened.metrics.queued_s = self._clocks.monotonic()
         self._by_id[request.request_id] = opened
         for answer in opened.answers:
             self._by_sequence[answer.sequence.request_id] = (opened, answer)
@@ -97,6 +98,11 @@ class OpenRequests:
         """What a sample's row computed is of no use. Its request ends when tokens are taken in (`take_tokens`)."""
         opened, _ = self._by_sequence[row.sequence.request_id]
         self._fail(opened, message)
+
+    def take_pooled(self, pooled: Mapping[str, list[float]]) -> None:
+        """Keeps the hidden states that requests asked for until their last outputs; by sequence."""
+        for request_id, numbers in pooled.items():
+            self._by_sequence[request_id][0].pooled = numbers
 
     def take_prompt_logprobs(self, span: ScoredSpan, logprobs: SpanLogprobs) -> None:
         """Keeps what a row said of its prompt, once for each of its tokens."""
@@ -147,8 +153,11 @@ class OpenRequests:
         return self.collect()
 
     def _take_token(self, opened: OpenRequest, answer: Answer, now: float, logprobs: TokenLogprobs | None) -> None:
-        if opened.metrics.first_token_s is None:
-            opened.metrics.first_token_s = now
+        metrics = opened.metrics
+        metrics.last_token_s = now
+        metrics.num_output_tokens += 1
+        if metrics.first_token_s is None:
+            metrics.first_token_s = now
             self._emit.first_token(opened)
         try:
             stop = answer.take_token(logprobs)

@@ -126,16 +126,18 @@ class OpenRequest:
         request: what was asked for.
         answers: one for each sample, by index.
         metrics: times and counts over all samples.
+        pooled: the hidden states that were asked for, once they are computed.
         error: what to tell whoever asked, if it fails or is given up.
         num_open: answers that have not ended.
     """
 
-    __slots__ = ("_prompt_logprobs", "answers", "error", "metrics", "num_open", "request")
+    __slots__ = ("_prompt_logprobs", "answers", "error", "metrics", "num_open", "pooled", "request")
 
     def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
         self.request = request
         self.answers = [Answer(sequence, index, tokenizer) for index, sequence in enumerate(samples)]
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self.pooled: list[float] | None = None
         self.error: str | None = None
         self.num_open = len(samples)
         self._prompt_logprobs = None if request.params.prompt_logprobs is None else PromptLogprobs(request, tokenizer)
@@ -147,8 +149,8 @@ class OpenRequest:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(answer.sequence.num_output_tokens for answer in self.answers)
+        """Tokens of all answers so far; the one that a request for an embedding chooses is none."""
+        return 0 if self.request.pooling is not None else sum(answer.sequence.num_output_tokens for answer in self.answers)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -174,6 +176,7 @@ class OpenRequest:
             metrics=metrics,
             num_cached_tokens=metrics.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
+            pooled=self.pooled,
             error=self.error,
         )
 

@@ -1,37 +1,28 @@
 """What a request is, and what comes back: the types that cross between the front ends and the engine.
 
-Names and meanings follow vLLM where it offers the same thing. `SamplingParams.validate` is the only validator.
+Names and meanings follow vLLM where it offers the same thing. Limits of single fields are one table in `param_limits.py`.
 """
 
 import enum
-import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.param_limits import MAX_BAD_WORDS as MAX_BAD_WORDS
+from jaxpaged.param_limits import MAX_LOGPROBS as MAX_LOGPROBS
+from jaxpaged.param_limits import MAX_SAMPLES as MAX_SAMPLES
+from jaxpaged.param_limits import MAX_SEED, check_fields, show
+from jaxpaged.param_limits import MAX_STOP_TOKEN_IDS as MAX_STOP_TOKEN_IDS
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a request is greedy (the largest logit, then the first index)."""
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 64
 MAX_EOS_IDS = 16
 """End tokens of a model."""
-MAX_BAD_WORDS = 128
-"""Ways to spell the bad words of a request in tokens."""
-MAX_LOGIT_BIASES = 1024
-MAX_LOGPROBS = 20
-"""Likeliest ids of a token that are told at most."""
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
-MAX_ALLOWED_IDS = 2**20
 
-MAX_SAMPLES = 128
-"""OpenAI's limit; each sample is a sequence of its own, so a larger number would be a way to fill the queue with one request."""
-
-MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1_000_000
 MAX_CACHE_SALT_CHARS = 128
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -56,7 +47,7 @@ class RequestOutputKind(enum.Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose tokens and when to stop. Raises InvalidRequestError naming field, value and limit.
+    """How to choose tokens and when to stop. Raises InvalidRequestError naming field, value and limit (`param_limits.LIMITS`).
 
     Attributes:
         n: number of answers to the prompt, 1 to 128. Each has a random stream of its own; the first is the answer of n = 1.
@@ -86,7 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         detokenize: False leaves the text empty.
         output_kind: what each streamed output holds.
         stream_interval: output tokens per streamed output, counted for each answer.
+        spaces_between_special_tokens: without effect, as in vLLM with the tokenizers that we use.
         best_of: refused; vLLM has dropped it as well.
+        structured_outputs: the place of grammars, which are not supported yet.
     """
 
     n: int = 1
@@ -113,48 +106,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1
+    spaces_between_special_tokens: bool = True
     best_of: int | None = None
+    structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_SAMPLES)
-        _check_float("temperature", self.temperature, 0.0, 1e6)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_int("seed", self.seed, -1, MAX_SEED)
-        _check_int("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
-        for name in ("n", "min_tokens", "stream_interval"):
-            if getattr(self, name) is None:
-                raise InvalidRequestError(f"{name} must be an integer, got None", param=name)
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(self, name) is None:
-                raise InvalidRequestError(f"{name} must be a number, got None", param=name)
+        if isinstance(self.logit_bias, dict):
+            msgspec.structs.force_setattr(self, "logit_bias", {_as_id(key): value for key, value in self.logit_bias.items()})
+        check_fields(self)
+        if self.logit_bias is not None:
+            msgspec.structs.force_setattr(self, "logit_bias", {key: float(value) for key, value in self.logit_bias.items()})
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {_show(self.output_kind)}", param="output_kind")
+            raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {show(self.output_kind)}", param="output_kind")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise InvalidRequestError("max_tokens must be between 1 and 2147483647 without prompt_logprobs, got 0", param="max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}", param="min_tokens")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
         if self.best_of is not None:
             raise InvalidRequestError("best_of is not supported: ask for n answers and choose among them", param="best_of")
-        _check_stop(self.stop)
+        if self.structured_outputs is not None:
+            raise InvalidRequestError("structured_outputs are not supported yet: leave the field out", param="structured_outputs")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
-        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        if self.logit_bias is not None:
-            msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
-        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError("allowed_token_ids must name at least one id", param="allowed_token_ids")
-        _check_bad_words(self.bad_words)
 
     @property
     def has_penalty(self) -> bool:
@@ -174,88 +147,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature is None or self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
 
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _as_id(key: Any) -> Any:
+    """A token id that is spelled as a text, as the keys of JSON's objects are; anything else as it is."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
 
 
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, got {_show(value)}", param=name)
-    if not low <= value <= high:
-        limit = f"exactly {low}" if low == high else f"between {low} and {high}"
-        raise InvalidRequestError(f"{name} must be {limit}, got {_show(value)}", param=name)
-
-
-def _check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(f"{name} must be a number, got {_show(value)}", param=name)
-    # NaN fails every comparison, so it is refused here too.
-    above = low < value if low_open else low <= value
-    if not (above and value <= high and math.isfinite(value)):
-        limit = f"above {low:g} and at most {high:g}" if low_open else f"between {low:g} and {high:g}"
-        raise InvalidRequestError(f"{name} must be {limit}, got {_show(value)}", param=name)
-
-
-def _check_stop(stop: Any) -> None:
-    strings = [stop] if isinstance(stop, str) else stop
-    if strings is None:
-        return
-    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        raise InvalidRequestError(f"stop must be a string or a list of strings, got {_show(stop)}", param="stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
-    for text in strings:
-        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequestError(f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}", param="stop")
-
-
-def _check_ids(name: str, ids: Any, limit: int) -> None:
-    if ids is None:
-        return
-    if not isinstance(ids, list | tuple):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(ids)}", param=name)
-    if len(ids) > limit:
-        raise InvalidRequestError(f"{name} takes at most {limit} ids, got {len(ids)}", param=name)
-    for i in ids:
-        _check_int(name, i, 0, 2**31 - 1)
-        if i is None:
-            raise InvalidRequestError(f"{name} must be a list of token ids, got {_show(ids)}", param=name)
-
-
-def _checked_bias(bias: Any) -> dict[int, float]:
-    if not isinstance(bias, dict):
-        raise InvalidRequestError(f"logit_bias must be an object of token ids and numbers, got {_show(bias)}", param="logit_bias")
-    if len(bias) > MAX_LOGIT_BIASES:
-        raise InvalidRequestError(f"logit_bias takes at most {MAX_LOGIT_BIASES} ids, got {len(bias)}", param="logit_bias")
-    checked = {}
-    for key, value in bias.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-            raise InvalidRequestError(f"logit_bias has token ids for keys, got {_show(key)}", param="logit_bias")
-        if value is None:
-            raise InvalidRequestError(f"logit_bias of id {token_id} must be a number, got None", param="logit_bias")
-        _check_float("logit_bias", value, -100.0, 100.0)
-        checked[token_id] = float(value)
-    return checked
-
-
-def _check_bad_words(words: Any) -> None:
-    if words is None:
-        return
-    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        raise InvalidRequestError(f"bad_words must be a list of strings, got {_show(words)}", param="bad_words")
-    for word in words:
-        if not 1 <= len(word) <= MAX_STOP_STRING_CHARS or not word.strip():
-            raise InvalidRequestError(
-                f"a bad word has 1 to {MAX_STOP_STRING_CHARS} characters, not all spaces, got {_show(word)}", param="bad_words"
-            )
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequestError(f"bad_words takes at most {MAX_BAD_WORDS}, got {len(words)}", param="bad_words")
+type Pooling = Literal["mean", "last"]
+"""The mean over the prompt's tokens, or what the last of them has."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,6 +168,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             its pages (see `samples_of`).
         bad_words_ids: spellings of `params.bad_words`.
         score_from: with `params.prompt_logprobs`, the first token of the prompt that they are told of; at least 1.
+        pooling: what is wanted of the hidden states of the prompt's tokens (see `embeddings`); None: nothing.
+        is_let_in: it goes on with a request that was let in before, so that the limits of the queue are not asked again.
     """
 
     request_id: str
@@ -284,16 +184,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sample_group: str | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     score_from: int = 1
+    pooling: Pooling | None = None
+    is_let_in: bool = False
 
     def __post_init__(self) -> None:
         if self.priority.__class__ is not int or not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise InvalidRequestError(
-                f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {_show(self.priority)}", param="priority"
+                f"priority must be an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {show(self.priority)}", param="priority"
             )
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
             raise InvalidRequestError(
-                f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters, got {_show(salt)}", param="cache_salt"
+                f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters, got {show(salt)}", param="cache_salt"
             )
 
 
@@ -318,14 +220,29 @@ def samples_of(request: Request, n: int) -> list[Request]:
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Monotonic times in seconds and counts of one request; `first_token_s` is None before the first token."""
+    """Monotonic times in seconds and counts of one request, over all its answers; a time is None until it has come.
+
+    Attributes:
+        arrival_s: when it came to the door (vLLM's `arrival_time`, there by the wall clock).
+        queued_s: when the engine took it in (`queued_ts`).
+        first_scheduled_s: when the first of its tokens was first computed (`scheduled_ts`).
+        first_token_s: when the first token of an answer was there (`first_token_ts`).
+        last_token_s: when the newest one was (`last_token_ts`).
+        finished_s: when its last answer ended.
+        num_preemptions: how often it gave its pages back.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        num_output_tokens: tokens of all answers (`num_generation_tokens`).
+    """
 
     arrival_s: float
+    queued_s: float | None = None
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:
@@ -375,6 +292,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     `prompt_logprobs`: for each token of the prompt, id -> log-probability of that token, which comes first, and of the likeliest ones;
     None for the first token, which nothing comes before. None if not asked for, and until the whole prompt has been computed; of kind
     DELTA told once.
+    `pooled`: the hidden states that the request asked for, as they are; [embed] numbers.
     """
 
     request_id: str
@@ -385,4 +303,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: list[float] | None = None
     error: str | None = None

@@ -54,20 +54,9 @@ class RequestStreams:
 
     async def outputs_of(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
         """As `outputs`, of the request that `make` gives, which is told the time as `arrival_s`."""
-        make = functools.partial(make, arrival_s=self._clock())
-        self._driver.check_health()
-        loop = asyncio.get_running_loop()
         with self._driver.arriving(request_id) as arrival:
-            try:
-                making = loop.run_in_executor(self._tokenizer_pool, make)
-            except RuntimeError:  # another thread has closed the engine since the check
-                raise EngineDeadError("the engine is closed") from None
-            try:
-                request = await making
-            except JaxpagedError as error:
-                self._driver.reject(self._intake.usable_id(request_id), error)
-                raise
-            mailbox = Mailbox(loop, is_delta=request.params.output_kind is RequestOutputKind.DELTA)
+            request = await self.made(make, request_id)
+            mailbox = Mailbox(asyncio.get_running_loop(), is_delta=request.params.output_kind is RequestOutputKind.DELTA)
             self._driver.add(request, mailbox, arrival)
         is_finished = False
         try:
@@ -78,3 +67,30 @@ class RequestStreams:
         finally:
             if not is_finished:
                 self._driver.forget(request.request_id, mailbox)
+
+    async def made(self, make: Callable[..., Request], request_id: str | None) -> Request:
+        """The request that `make` gives, which is not queued yet; that it was refused is noted. Raises as `outputs`."""
+        make = functools.partial(make, arrival_s=self._clock())
+        self._driver.check_health()
+        try:
+            making = asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
+        except RuntimeError:  # another thread has closed the engine since the check
+            raise EngineDeadError("the engine is closed") from None
+        try:
+            return await making
+        except JaxpagedError as error:
+            self._driver.reject(self._intake.usable_id(request_id), error)
+            raise
+
+    async def last_output_of(self, request: Request) -> RequestOutput:
+        """Queues a request that gives one output, and waits for it. Raises as `outputs`."""
+        mailbox = Mailbox(asyncio.get_running_loop(), is_delta=False)
+        with self._driver.arriving(request.request_id) as arrival:
+            self._driver.add(request, mailbox, arrival)
+        output = None
+        try:
+            output = await mailbox.get()
+        finally:
+            if output is None:
+                self._driver.forget(request.request_id, mailbox)
+        return output

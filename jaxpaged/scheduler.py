@@ -133,6 +133,11 @@ class Scheduler:
         """When, by the clock, `expire` may next have something to end; None without time limits."""
         return self._deadlines.next_s
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """The longest prompt that `check_fits` lets through."""
+        return self._limits.most_prompt_tokens
+
     def check_fits(self, num_prompt: int) -> None:
         """Checks that a prompt of `num_prompt` tokens can ever run.
 
@@ -233,7 +238,8 @@ class Scheduler:
                 if sequence.append(token_id):
                     finished.append(sequence)
         for sequence in finished:
-            if sequence.num_output_tokens:
+            if sequence.max_total_tokens > sequence.num_prompt_tokens + 1:
+                # How long an answer would have become, one of a single token does not tell.
                 self._admission.lengths.record(sequence.num_output_tokens)
             self._end(sequence, commit=True)
         for sequence in full:

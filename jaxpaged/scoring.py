@@ -48,11 +48,11 @@ def score_of(output: RequestOutput) -> ContinuationScore:
     )
 
 
-def check_gives_logprobs(config: Config) -> None:
-    """Raises InvalidRequestError on an engine that gives logits instead."""
+def check_gives_logprobs(config: Config, asker: str = "score") -> None:
+    """Raises InvalidRequestError on an engine that gives logits instead of what `asker` needs."""
     if config.sampling.logprobs_mode in ("raw_logits", "processed_logits"):
         raise InvalidRequestError(
-            f"score needs log-probabilities, and this engine gives logits (sampling.logprobs_mode {config.sampling.logprobs_mode})"
+            f"{asker} needs log-probabilities, and this engine gives logits (sampling.logprobs_mode {config.sampling.logprobs_mode})"
         )
 
 

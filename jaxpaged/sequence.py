@@ -155,8 +155,9 @@ class Sequence:
 
     @property
     def findable_token_ids(self) -> list[int]:
-        """Tokens whose pages may come from the prefix cache: of a prompt that is scored, those before the token that tells of the next."""
-        return self.token_ids if self.first_unscored == self.num_prompt_tokens else self.token_ids[: self.first_unscored]
+        """Tokens whose pages may come from the prefix cache: those before the first whose hidden state is looked at."""
+        first = 1 if self.request.pooling == "mean" else self.first_unscored
+        return self.token_ids if first == self.num_prompt_tokens else self.token_ids[:first]
 
     @property
     def is_finished(self) -> bool:

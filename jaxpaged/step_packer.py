@@ -55,6 +55,8 @@ class _Template:
         view["scored_num_top"].fill(-1)
         view["source_slots"].fill(NO_SLOT)
         view["target_slots"].fill(layout.num_slots)  # beyond the slots: dropped
+        view["pool_slots"].fill(layout.num_slots)
+        view["pool_starts"].fill(layout.num_tokens)
         # Padding tokens write to distinct pages beyond the pool, which the device drops.
         view["write_pages"][:] = np.arange(layout.num_pages, layout.num_pages + layout.num_tokens)
         # The page tables come last; they are zero, and can be too large to copy each time.
@@ -117,6 +119,8 @@ class StepPacker:
         self._banned_until = np.zeros(num_slots, np.int32)
         """Ids are banned from the choice of tokens before this position."""
         self._has_long_bad_words = np.zeros(num_slots, bool)
+        self._pools = np.zeros(num_slots, bool)
+        """Whether hidden states are asked for."""
         self.newcomers: list[ScheduledRow] = []
         self.scored: list[ScoredSpan] = []
 
@@ -173,6 +177,8 @@ class StepPacker:
             view["banned_ids"][:num_rows][is_banned] = self._banned_ids[at[is_banned]]
         if self._has_long_bad_words[at].any():
             self._ban_bad_words(view["banned_ids"], rows)
+        if self._pools[at].any():
+            _pack_pooling(view, rows)
         if has_scored:
             self._pack_scored(view, rows)
         self._copy_tables(view["page_tables"], slots)
@@ -251,6 +257,7 @@ class StepPacker:
         sampling["has_bias"][slot] = has_bias(request)
         sampling["num_logprobs"][slot] = -1 if params.logprobs is None else params.logprobs
         self._has_long_bad_words[slot] = any(len(word) > 1 for word in request.bad_words_ids)
+        self._pools[slot] = request.pooling is not None
         if needs_slot_row(request):
             self.newcomers.append(row)
         self._banned_until[slot] = 0
@@ -274,6 +281,16 @@ class StepPacker:
             if end > known:
                 self._tables[group, slot, known:end] = 0
                 self._num_behind[group][slot] = end
+
+
+def _pack_pooling(view: dict[str, np.ndarray], rows: Seq[ScheduledRow]) -> None:
+    ends = view["cu_q_lens"]
+    for index, row in enumerate(rows):
+        match row.sequence.request.pooling:
+            case "mean":
+                view["pool_starts"][index], view["pool_slots"][index] = ends[index], row.slot
+            case "last" if row.samples:
+                view["pool_starts"][index] = ends[index + 1] - 1
 
 
 def pack_alone(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) -> np.ndarray:

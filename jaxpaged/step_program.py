@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import LogprobsMode
@@ -13,6 +13,7 @@ from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.models import Family
+from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
 
@@ -38,6 +39,7 @@ class DeviceState(NamedTuple):
     cache: KVCache
     last_ids: Int32[Array, "slots"]
     slots: SlotRows
+    pooled: Float[Array, "slots embed"]
 
 
 for kind in (DeviceState, KVCache, SlotRows, StepResult, LogprobRows):
@@ -58,8 +60,8 @@ class StepProgram:
     ) -> None:
         self._graphdef, self._treedef = model.graphdef, model.treedef
         self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
-        self._cache_shape, self._num_ids, self._vocab = cache_shape, num_ids, model.config.vocab
-        self._logprobs_mode = logprobs_mode
+        self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
+        self._vocab, self._embed = model.config.vocab, model.config.embed
         self._fixed = (type(model.config).__module__, model.config, cache_shape, num_ids, logprobs_mode)
         self._traced = traced
 
@@ -78,8 +80,11 @@ class StepProgram:
             wanted = (targets < layout.num_slots) & (rows.num_logprobs >= 0)
             of_answers = answer_logprobs(logits, shaped, ids, rows, wanted, self._num_ids, self._logprobs_mode)
             of_prompts = prompt_logprobs(hidden, batch.scored, model.logits, self._num_ids, self._logprobs_mode)
-            result = StepResult(ids, of_answers, of_prompts)
-            return result, DeviceState(cache, state.last_ids.at[targets].set(ids, mode="drop"), count_ids(state.slots, rows, targets, ids))
+            pooled = pool_rows(hidden, batch, state.pooled)
+            result = StepResult(ids, of_answers, of_prompts, pooled)
+            last_ids = state.last_ids.at[targets].set(ids, mode="drop")
+            counted = count_ids(state.slots, rows, targets, ids)
+            return result, DeviceState(cache, last_ids, counted, keep_sums(state.pooled, batch, pooled))
 
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
         return self._traced.lower(step, (self._params, self._state(layout), blob), donate=1, fixed=repr((self._fixed, layout)))
@@ -92,4 +97,5 @@ class StepProgram:
         last_ids = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
         counts = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.int32)
         bias = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.float32)
-        return DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias))  # type: ignore[arg-type]  # shapes stand for arrays
+        pooled = jax.ShapeDtypeStruct((num_slots, self._embed), jnp.float32)
+        return DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias), pooled)  # type: ignore[arg-type]  # shapes stand for arrays

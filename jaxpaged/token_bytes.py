@@ -20,12 +20,14 @@ class DecodeRule(NamedTuple):
     `replacements`: (old, new), done in order within a token.
     `has_byte_tokens`: `<0x0A>` stands for the byte 10.
     `leading_spaces`: spaces dropped at the very beginning of a text, which encoding put there.
+    `continuation`: what a piece inside a word begins with, which is dropped; any other piece gets a space before it. None: no such rule.
     """
 
     is_byte_level: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     has_byte_tokens: bool = False
     leading_spaces: int = 0
+    continuation: str | None = None
 
 
 def read_decode_rule(tokenizer: Tokenizer) -> DecodeRule:
@@ -47,6 +49,8 @@ def read_decode_rule(tokenizer: Tokenizer) -> DecodeRule:
                 rule = rule._replace(leading_spaces=start)
             case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
                 rule = rule._replace(replacements=((mark, " "),), leading_spaces=0 if scheme == "never" else 1)
+            case {"type": "WordPiece", "prefix": prefix}:
+                rule = rule._replace(continuation=prefix, leading_spaces=1)
             case _:
                 raise UnsupportedModelError(f"the tokenizer's decoder step {_shown(step)} is not supported")
     return rule
@@ -92,6 +96,8 @@ class TokenBytes:
                 pass
         for old, new in self.rule.replacements:
             spelling = spelling.replace(old, new)
+        if (mark := self.rule.continuation) is not None:
+            spelling = spelling.removeprefix(mark) if spelling.startswith(mark) else " " + spelling
         return spelling.encode()
 
 

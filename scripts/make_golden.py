@@ -1,10 +1,11 @@
-"""Makes the files in tests/golden/ with Hugging Face transformers and torch, which the project itself never needs.
+"""Makes the files of SmolLM2 in tests/golden/ with Hugging Face transformers and torch, which the project itself never needs.
 
 In an environment of its own (the versions are those that made the files in the tree):
 
     python3.11 -m venv /tmp/golden
     /tmp/golden/bin/pip install torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 ml_dtypes==0.6.0
     /tmp/golden/bin/python scripts/make_golden.py SmolLM2-135M-Instruct.Q4_1.gguf
+    /tmp/golden/bin/python scripts/make_golden_tiny.py    # those of the tiny models: needs no file
 
 The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m` it lies in the cache folder. Files:
 
@@ -13,8 +14,8 @@ The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m
     smollm2_logits.npz      logits of every 16th id, and the logsumexp over all ids: after some prompts, and far into a long text with
                             the file's rotary base and with 10000
     smollm2_scores.json     log-likelihoods of two-choice items, and log-probabilities of the tokens of some prompts with the 5 likeliest
-    <family>_logits.npz     logits of the tiny models in tests/models/cases.py; `--only tiny --family qwen2` makes one of them
-    rope_tables.json        rotary frequencies of the configs in tests/models/rope_cases.py
+    smollm2_beams.json      what beam search with 4 beams finds for ten of the prompts (stopped at the end token), and how close it was
+    smollm2_embeddings.npz  for some of the prompts, the mean of the last hidden states after the final norm, and the last of them
 
 Everything is computed in float32 on the CPU.
 """
@@ -23,7 +24,6 @@ import argparse
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,7 @@ import transformers
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.cases import FAMILY_CASES, GOLDEN, VARIANT_CASES, Case  # noqa: E402
-from tests.models.rope_cases import GOLDEN_ROPE, ROPE_CASES  # noqa: E402
+from tests.models.cases import GOLDEN  # noqa: E402
 
 NUM_NEW_TOKENS = 64
 ID_STRIDE = 16
@@ -46,6 +45,9 @@ LOGIT_PROMPTS = ("capital", "python", "german", "chat")
 OTHER_THETA = 10_000.0
 SCORED_PROMPTS = ("capital", "german", "emoji", "chat", "long")
 NUM_LIKELIEST = 5
+BEAM_PROMPTS = ("capital", "story", "python", "chat", "chat-turns", "arithmetic", "json", "german", "list", "special")
+BEAM_WIDTH, NUM_BEAM_TOKENS = 4, 32
+EMBEDDED_PROMPTS = ("one-letter", "capital", "python", "japanese", "chat-turns", "long")
 
 PROMPTS: dict[str, str | list[dict[str, str]]] = {
     "capital": "The capital of France is",
@@ -263,38 +265,69 @@ def make_scores(path: Path) -> None:
     write_json(GOLDEN / "smollm2_scores.json", content)
 
 
-def make_tiny_models(family: str | None) -> None:
-    by_file: dict[Path, dict[str, np.ndarray]] = {}
-    for case in (*FAMILY_CASES, *VARIANT_CASES):
-        if family is not None and case.golden_path.name != f"{family}_logits.npz":
-            continue
-        by_file.setdefault(case.golden_path, {})[case.name] = tiny_logits(case)
-    for path, logits in by_file.items():
-        save_npz(path, logits)
+def beams(model: transformers.PreTrainedModel, prompt: list[int], eos_token_id: int) -> dict[str, object]:
+    """The answers of a beam search, best first, with their scores, and the smallest difference of scores that any choice hung on."""
+    gaps: list[float] = []
+    choose = model._get_top_k_continuations
+
+    def choose_and_look(**given: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores, sequences, indices = choose(**given)
+        ids = sequences[0, :, given["cur_len"]].tolist()
+        values = scores[0].tolist()
+        going_on = [value for value, token_id in zip(values, ids, strict=True) if token_id != eos_token_id]
+        if len(going_on) > BEAM_WIDTH:
+            gaps.append(going_on[BEAM_WIDTH - 1] - going_on[BEAM_WIDTH])
+        if eos_token_id in ids[BEAM_WIDTH - 1 : BEAM_WIDTH + 1] or given["cur_len"] == len(prompt) + NUM_BEAM_TOKENS - 1:
+            gaps.append(values[BEAM_WIDTH - 1] - values[BEAM_WIDTH])
+        return scores, sequences, indices
+
+    model._get_top_k_continuations = choose_and_look
+    found = model.generate(
+        torch.tensor([prompt]),
+        num_beams=BEAM_WIDTH,
+        num_return_sequences=BEAM_WIDTH,
+        do_sample=False,
+        max_new_tokens=NUM_BEAM_TOKENS,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    del model._get_top_k_continuations
+    scores = found.sequences_scores.tolist()
+    gaps += [better - worse for better, worse in zip(scores, scores[1:], strict=False)]
+    answers = []
+    for sequence, score in zip(found.sequences.tolist(), scores, strict=True):
+        ids = sequence[len(prompt) :]
+        length = ids.index(eos_token_id) + 1 if eos_token_id in ids else len(ids)
+        answers.append({"token_ids": ids[:length], "score": float(f"{score:.6g}")})
+    return {"answers": answers, "margin": float(f"{min(gaps):.4g}")}
 
 
-def tiny_logits(case: Case) -> np.ndarray:
-    with tempfile.TemporaryDirectory() as folder:
-        case.write(folder, **case.options)
-        # Gemma 2's soft caps are in the eager attention alone.
-        attention = "eager" if case.name.startswith("gemma") else "sdpa"
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
-        ids = torch.tensor([case.token_ids])
-        logits = model(input_ids=ids, use_cache=False).logits[0, list(case.positions)].numpy()
-    print(f"{case.name}: {logits.shape}, rms {np.sqrt(np.mean(logits**2)):.3f}", flush=True)
-    return logits
-
-
-def make_rope_tables() -> None:
-    tables = {}
-    for name, (config, length) in ROPE_CASES.items():
-        hf_config = transformers.LlamaConfig(**config)
-        kind = hf_config.rope_parameters["rope_type"]
-        frequencies, magnitude = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), seq_len=length)
-        tables[name] = {"frequencies": frequencies.tolist(), "magnitude": magnitude}
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(table)}" for name, table in tables.items())
-    GOLDEN_ROPE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    print(f"{GOLDEN_ROPE}: {GOLDEN_ROPE.stat().st_size} bytes")
+def make_searches(path: Path) -> None:
+    """The files of beam search and embeddings; the prompts' ids are those of `smollm2_text.json`."""
+    eos_token_id = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).eos_token_id
+    model = load_smollm2(path)
+    text = json.loads((GOLDEN / "smollm2_text.json").read_text(encoding="utf-8"))
+    ids = {prompt["name"]: prompt["prompt_token_ids"] for prompt in text["prompts"]}
+    embeddings = {}
+    for name in EMBEDDED_PROMPTS:
+        hidden = model.model(input_ids=torch.tensor([ids[name]]), use_cache=False).last_hidden_state[0]
+        embeddings |= {f"{name}.mean": hidden.mean(0).numpy(), f"{name}.last": hidden[-1].numpy()}
+    save_npz(GOLDEN / "smollm2_embeddings.npz", embeddings)
+    prompts = []
+    for name in BEAM_PROMPTS:
+        prompts.append({"name": name, **beams(model, ids[name], eos_token_id)})
+        print(prompts[-1]["name"], prompts[-1]["margin"], flush=True)
+    content = {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "made_with": {"transformers": transformers.__version__, "torch": torch.__version__, "gguf": gguf_version()},
+        "beam_width": BEAM_WIDTH,
+        "max_tokens": NUM_BEAM_TOKENS,
+        "eos_token_id": eos_token_id,
+        "prompts": prompts,
+    }
+    write_json(GOLDEN / "smollm2_beams.json", content)
 
 
 def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -319,23 +352,18 @@ def gguf_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
-    parser.add_argument("--only", choices=("smollm2", "scores", "tiny", "rope"), help="make a part of the files")
-    parser.add_argument("--family", help="of the tiny models, only this one's file")
+    parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--only", choices=("smollm2", "scores", "searches"), help="make a part of the files")
     args = parser.parse_args()
-    if args.gguf is None and args.only not in ("tiny", "rope"):
-        parser.error("name the GGUF file, or give --only tiny or rope")
     torch.set_num_threads(1)  # sums in one order, however many cores there are
     GOLDEN.mkdir(exist_ok=True)
     with torch.inference_mode():
-        if args.only in (None, "tiny"):
-            make_tiny_models(args.family)
-        if args.only in (None, "rope"):
-            make_rope_tables()
         if args.only in (None, "smollm2"):
             make_smollm2(args.gguf)
         if args.only in (None, "scores"):
             make_scores(args.gguf)
+        if args.only in (None, "searches"):
+            make_searches(args.gguf)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ FAIL     `FailingRunner`: any runner, with a step that raises or sleeps, or a ro
 NARROW   `NarrowRunner` gives a compiled model smaller limits, so that one start serves engines with other budgets, chunks and pools.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxpaged.engine import Engine
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.kv_groups import FULL
+from jaxpaged.logprobs import StepResult
 from jaxpaged.model_runner import Runner
 from jaxpaged.request import RequestOutput, SamplingParams
 from jaxpaged.sampling import NO_ID
@@ -26,12 +27,12 @@ from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
+from tests.script import History, allowed_id, follow, free_talk, script_result
+
+__all__ = ["follow", "free_talk"]
 
 NEVER_WRITTEN = -7
 MAX_STEPS = 5_000
-
-type History = tuple[int, ...]
-"""Token ids of one row's sequence, prompt first, up to the last one computed."""
 
 
 def read_blob(blob: np.ndarray, layout: BatchLayout) -> dict[str, np.ndarray]:
@@ -45,42 +46,21 @@ def read_blob(blob: np.ndarray, layout: BatchLayout) -> dict[str, np.ndarray]:
     return arrays
 
 
-def free_talk(vocab: int, *, avoid: Iterable[int] = ()) -> Callable[[History], int]:
-    """A model whose next id hangs on every id before it and on their order, and is none of `avoid`."""
-    ids = [index for index in range(vocab) if index not in set(avoid)]
-
-    def next_id(history: History) -> int:
-        number = 0
-        for token_id in history:
-            number = (number * 1_000_003 + token_id * 7_919 + 12_345) % ((1 << 61) - 1)
-        return ids[number % len(ids)]
-
-    return next_id
-
-
-def follow(answers: Mapping[History, Sequence[int]]) -> Callable[[History], int]:
-    """A model that gives each prompt its own list of ids; asked for more, it gives the last one again."""
-
-    def next_id(history: History) -> int:
-        for prompt, answer in answers.items():
-            if history[: len(prompt)] == prompt:
-                return answer[min(len(history) - len(prompt), len(answer) - 1)]
-        raise AssertionError(f"nobody sent a prompt that begins with {history[:8]}")
-
-    return next_id
-
-
 class ScriptRunner:
     """A device that stores token ids in its pages instead of keys and values.
 
     Every step is checked: live tokens go to pages of the pool other than page 0, each place at most once a step; padding goes
     beyond the pool; and a row reads back exactly the positions 0, 1, 2, ... that earlier steps wrote for it.
+
+    What `next_id` says is where the logits peak (see `tests/script.py`): end tokens before `min_tokens`, bad words, biases and allowed
+    ids count; temperature, penalties and the like do not. `by_seed`, in its place, is also given the row's seed.
     """
 
     def __init__(
         self,
-        next_id: Callable[[History], int],
+        next_id: Callable[[History], int] = lambda _: 0,
         *,
+        by_seed: Callable[[History, int], int] | None = None,
         vocab: int,
         page_size: int = 16,
         num_pages: int = 65,
@@ -88,7 +68,7 @@ class ScriptRunner:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
     ) -> None:
-        self.next_id = next_id
+        self.next_id, self.by_seed = next_id, by_seed
         buckets = tuple(bucket for bucket in (2, 4, 8, 16, 32, 64, 128, 256) if bucket < max_num_batched_tokens)
         self.limits = StepLimits(max_model_len, max_num_seqs, max_num_batched_tokens, (*buckets, max(2, max_num_batched_tokens)))
         self.page_size, self.num_pages, self.vocab, self.kv_groups = page_size, num_pages, vocab, (FULL,)
@@ -109,7 +89,7 @@ class ScriptRunner:
         max_pages = -(-self.limits.max_model_len // self.page_size)
         return BatchLayout(bucket, self.limits.rows_of(bucket), max_pages, self.page_size, self.num_pages, self.limits.max_num_seqs)
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """Writes the step's tokens, reads every row's history and answers it."""
         step = read_blob(blob, layout)
         ends, num_tokens = step["cu_q_lens"], int(step["cu_q_lens"][-1])
@@ -123,7 +103,8 @@ class ScriptRunner:
         for place, token_id, position in zip(places[:num_tokens], token_ids, step["positions"].tolist(), strict=False):
             self.ids[place], self.positions[place] = token_id, position
         out = np.full(layout.num_seqs, NO_ID, np.int32)
-        histories = []
+        scripted = np.zeros_like(out)
+        histories: list[History] = []
         for row in range(layout.num_seqs):
             length = int(step["kv_lens"][row])
             if length == 0:
@@ -134,11 +115,20 @@ class ScriptRunner:
             positions = self.positions[pages].reshape(-1)[:length]
             assert positions.tolist() == list(range(length)), f"row {row} reads pages that are not its own: {positions.tolist()}"
             histories.append(tuple(self.ids[pages].reshape(-1)[:length].tolist()))
-            out[row] = self.next_id(histories[-1])
-            if (slot := int(step["target_slots"][row])) < layout.num_slots:
+            slot = int(step["target_slots"][row])
+            scripted[row] = self._scripted(histories[-1], step["seed"][row])
+            bias = self.slot_rows[slot] if slot < layout.num_slots and step["has_bias"][row] else None
+            out[row] = allowed_id(int(scripted[row]), self.vocab, step["banned_ids"][row].tolist(), bias)
+            if slot < layout.num_slots:
                 self.last_ids[slot] = int(out[row])
         self.histories.append(histories)
-        return out
+        return script_result(out, scripted, token_ids, step, self.vocab)
+
+    def _scripted(self, history: History, seed: np.ndarray) -> int:
+        if self.by_seed is None:
+            return self.next_id(history)
+        low, high = seed.view(np.uint32).tolist()
+        return self.by_seed(history, low | high << 32)
 
     def close(self) -> None:
         """See `Runner`."""
@@ -174,14 +164,15 @@ class FailingRunner:
         """See `Runner`."""
         return self.inner.layout_for(num_tokens)
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """See `Runner`."""
         self.num_steps += 1
         self.before(self.num_steps)
-        ids = np.array(self.inner.run(layout, blob))
+        result = self.inner.run(layout, blob)
+        ids = np.array(result)
         spoiled = [row for row in range(len(ids)) if self.without_id(self.num_steps, row)]
         ids[spoiled] = NO_ID
-        return ids
+        return result._replace(ids=ids)
 
     def close(self) -> None:
         """See `Runner`."""
@@ -213,9 +204,9 @@ class NarrowRunner:
         """See `Runner`."""
         return self.inner.layout_for(num_tokens)
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """See `Runner`."""
-        ids = self.inner.run(layout, blob)
+        ids: StepResult = self.inner.run(layout, blob)
         self.after()
         return ids
 

@@ -54,6 +54,7 @@ class ModelShape(Protocol):
     """
 
     vocab: int
+    embed: int
     layers: int
     kv_heads: int
     head_dim: int

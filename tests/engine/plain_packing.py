@@ -25,6 +25,8 @@ def plain_arrays(rows: Seq[ScheduledRow], layout: BatchLayout, no_token: int) ->
         "cu_q_lens": np.zeros(seqs + 1, np.int32),
         "sample_tokens": np.zeros(seqs, np.int32),
         "target_slots": np.full(seqs, layout.num_slots, np.int32),
+        "pool_starts": np.full(seqs, tokens, np.int32),
+        "pool_slots": np.full(seqs, layout.num_slots, np.int32),
         "temperature": np.zeros(seqs, np.float32),
         "top_k": np.zeros(seqs, np.int32),
         "top_p": np.zeros(seqs, np.float32),
@@ -82,6 +84,10 @@ def _fill_row(arrays: Arrays, index: int, row: ScheduledRow, at: int) -> None:
         arrays["top_p"][index] = params.top_p
         arrays["min_p"][index] = params.min_p
         arrays["seed"][index] = (request.seed % 2**32, request.seed // 2**32)
+    if request.pooling == "mean":
+        arrays["pool_starts"][index], arrays["pool_slots"][index] = at - row.num_tokens, row.slot
+    if request.pooling == "last" and row.samples:
+        arrays["pool_starts"][index] = at - 1
     arrays["presence_penalty"][index] = params.presence_penalty
     arrays["frequency_penalty"][index] = params.frequency_penalty
     arrays["repetition_penalty"][index] = params.repetition_penalty or 1

@@ -284,10 +284,18 @@ def test_times_and_counts_of_a_request(calm: LLM) -> None:
     calm.reset_prefix_cache()
     assert calm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
     metrics = first.metrics
-    assert metrics.first_scheduled_s is not None
-    assert metrics.first_token_s is not None
-    assert metrics.finished_s is not None
-    assert metrics.arrival_s <= metrics.first_scheduled_s <= metrics.first_token_s <= metrics.finished_s
+    times = [
+        metrics.arrival_s,
+        metrics.queued_s,
+        metrics.first_scheduled_s,
+        metrics.first_token_s,
+        metrics.last_token_s,
+        metrics.finished_s,
+    ]
+    assert times == sorted(time for time in times if time is not None)
+    assert metrics.num_output_tokens == len(first.outputs[0].token_ids)
+    several = calm.generate(prompt, SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=4, ignore_eos=True))[0]
+    assert several.metrics.num_output_tokens == 12
 
 
 def test_a_closed_one_says_so(tiny_folder: Path, programs: Path) -> None:

@@ -172,9 +172,9 @@ def test_the_models_own_penalty_is_the_default(tiny: Started) -> None:
         ("allowed_token_ids", [1, -1], "allowed_token_ids must be between 0"),
         ("allowed_token_ids", "5", "allowed_token_ids must be a list of token ids"),
         ("bad_words", "cat", "bad_words must be a list of strings"),
-        ("bad_words", [""], "a bad word has 1 to 1024 characters"),
-        ("bad_words", ["  "], "a bad word has 1 to 1024 characters, not all spaces"),
-        ("bad_words", ["x"] * 129, "bad_words takes at most 128, got 129"),
+        ("bad_words", [""], "each string of bad_words has 1 to 1024 characters, got 0"),
+        ("bad_words", ["  "], "a string of bad_words must not be all spaces, got"),
+        ("bad_words", ["x"] * 129, "bad_words takes at most 128 strings, got 129"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(field: str, value: Any, part: str) -> None:

@@ -46,7 +46,8 @@ class PackedWorld(World):
             for bucket in (num_tokens, num_tokens + 3)
         ]
         self.packer = StepPacker(self.layouts[0], VOCAB)
-        self.num_scored = self.num_packed = self.num_given_back = self.num_banned = self.num_bad_words = self.num_newcomers = 0
+        self.num_packed = self.num_given_back = self.num_banned = self.num_bad_words = self.num_newcomers = 0
+        self.num_scored = self.num_pooled = 0
         self._epochs: set[int] = set()
         self._dispatch = self.simulation.runner.dispatch
         self.simulation.runner.dispatch = self.dispatch  # type: ignore[method-assign]
@@ -68,11 +69,11 @@ class PackedWorld(World):
         if rng.random() < 0.2:
             params = msgspec.structs.replace(params, prompt_logprobs=rng.choice((0, 5, 20)))
         words = rng.choice((((3,),), ((1, 2), (2, 1, 2)), ((0, 0), (4,)))) if rng.random() < 0.2 else ()
-        super().add(
-            msgspec.structs.replace(
-                request, params=params, seed=rng.randrange(2**63), bad_words_ids=words, score_from=rng.choice((1, 1, 3))
-            )
-        )
+        pooling = rng.choice(("mean", "last")) if rng.random() < 0.2 and params.prompt_logprobs is None else None
+        if pooling is not None:
+            params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0)
+        request = msgspec.structs.replace(request, params=params, seed=rng.randrange(2**63), bad_words_ids=words, pooling=pooling)
+        super().add(msgspec.structs.replace(request, score_from=rng.choice((1, 1, 3))))
 
     def dispatch(self, step: ScheduledStep) -> None:
         layout = self.rng.choice(self.layouts)
@@ -88,6 +89,7 @@ class PackedWorld(World):
         self.num_banned += int((expected["banned_ids"][:, :first] < VOCAB).any())
         self.num_bad_words += int((expected["banned_ids"][:, first:] < VOCAB).any())
         self.num_newcomers += len(newcomers)
+        self.num_pooled += int((expected["pool_starts"] < layout.num_tokens).any())
         self._dispatch(step)
 
     def check_spans(self, step: ScheduledStep, expected: dict[str, np.ndarray]) -> None:
@@ -111,6 +113,7 @@ LEAST_PER_WORLD = {
     "num_banned": 30,
     "num_bad_words": 3,
     "num_newcomers": 5,
+    "num_pooled": 10,
     "num_preemptions": 1,
     "num_hit_tokens": 15,
     "num_late_rows": 5,

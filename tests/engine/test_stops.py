@@ -128,7 +128,8 @@ def test_min_tokens_passes_over_stop_strings_and_stop_ids(script_tokenizer: Toke
     assert (answer.text, answer.finish_reason) == ("pqrstpqr", FinishReason.STOP)
     stop_id = id_of(script_tokenizer, "st")
     answer = ask(one, stop_token_ids=[stop_id], min_tokens=3).outputs[0]
-    assert (answer.text, answer.stop_reason) == ("pqrstpqr", stop_id)
+    # The second token may not be "st", and what is likeliest after it is the next id, "stu".
+    assert (answer.text, answer.stop_reason) == ("pqrstupqr", stop_id)
 
 
 def test_a_stop_id_ends_the_answer_and_is_not_shown(script_tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ from jaxpaged.clocks import Clocks
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
 from jaxpaged.intake import Intake
+from jaxpaged.logprobs import StepResult
 from jaxpaged.request import SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 from tests.fakes import EventLog, ScriptRunner, free_talk
@@ -39,7 +40,7 @@ class TimedRunner(ScriptRunner):
     now_s = done_s = 0.0
     per_token_s = 0.001
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """See `Runner`."""
         ids = super().run(layout, blob)
         self.done_s = max(self.now_s, self.done_s) + 0.01 + self.per_token_s * layout.num_tokens

@@ -1,7 +1,7 @@
 """Checkpoints that the shared model suite runs on, made on the spot.
 
-A new architecture adds one entry to `FAMILY_CASES`: everything in `test_every_model.py` then runs on it, and `scripts/make_golden.py` makes
-its golden logits. `VARIANT_CASES` are the spellings and shapes of a family's checkpoints whose logits alone are compared. This module
+A new architecture adds one entry to `FAMILY_CASES`: everything in `test_every_model.py` then runs on it, and `scripts/make_golden_tiny.py`
+makes its golden logits. `VARIANT_CASES` are the spellings and shapes of a family's checkpoints whose logits alone are compared. This module
 imports neither jax nor torch: the tests and the golden script both read it.
 """
 

@@ -22,7 +22,37 @@ def logits(
     num_last: int | None = None,
     dtype: type[np.floating] = np.float64,
 ) -> np.ndarray:
-    """Logits [tokens, vocab] of all tokens, or of the last `num_last`, which costs less.
+    """Logits [tokens, vocab] of all tokens, or of the last `num_last`, which costs less; arguments as for `hidden_states`."""
+    hidden = hidden_states(
+        tensors,
+        token_ids,
+        windows=windows,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        theta=theta,
+        eps=eps,
+        num_last=num_last,
+        dtype=dtype,
+    )
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).astype(dtype)
+    return np.asarray(hidden @ head.T)
+
+
+def hidden_states(
+    tensors: Tensors,
+    token_ids: Sequence[int],
+    *,
+    windows: Sequence[int | None],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    theta: float,
+    eps: float = 1e-5,
+    num_last: int | None = None,
+    dtype: type[np.floating] = np.float64,
+) -> np.ndarray:
+    """What the head is given, behind the last norm: [tokens, embed] of all tokens, or of the last `num_last`.
 
     Args:
         tensors: weights by Hugging Face's names.
@@ -50,8 +80,7 @@ def logits(
         normed = _norm(x, own["post_attention_layernorm"], eps)
         gate = normed @ own["mlp.gate_proj"].T
         x = x + (gate / (1 + np.exp(-gate)) * (normed @ own["mlp.up_proj"].T)) @ own["mlp.down_proj"].T
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return np.asarray(_norm(x, weights["model.norm.weight"], eps) @ head.T)
+    return _norm(x, weights["model.norm.weight"], eps)
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Configs with every kind of rope, and what transformers makes of them: the test and `scripts/make_golden.py` read both from here."""
+"""Configs with every kind of rope, and what transformers makes of them: the test and `scripts/make_golden_tiny.py` read both from here."""
 
 import json
 from typing import Any, NamedTuple

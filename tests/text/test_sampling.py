@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
-from jaxpaged.sampling import NO_ID, NUM_TOP, _pick, keep_threshold, sample, uniform
+from jaxpaged.sampling import NO_ID, NUM_FEW, NUM_TOP, _pick, block_maxima, find_largest, keep_threshold, sample, uniform
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -20,7 +20,6 @@ COUNT, VOCAB = 64, 1000
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NO_PENALTY = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 run_sample = jax.jit(sample, static_argnames="num_ids")
-run_threshold = jax.jit(keep_threshold)
 
 
 def rows(count: int, *, vocab: int, seed: np.ndarray | None = None, position: np.ndarray | int = 3, **fields: object) -> SamplingRows:
@@ -47,6 +46,12 @@ def rows(count: int, *, vocab: int, seed: np.ndarray | None = None, position: np
 def draw(logits: np.ndarray, rows: SamplingRows, num_ids: int | None = None) -> np.ndarray:
     """Ids of `sample`, as numpy."""
     return np.asarray(run_sample(jnp.asarray(logits, jnp.float32), rows, num_ids=logits.shape[1] if num_ids is None else num_ids))
+
+
+@jax.jit
+def run_threshold(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """`keep_threshold` of the largest logits."""
+    return keep_threshold(logits, find_largest(logits, block_maxima(logits)), rows)
 
 
 def kept_by_sorting(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, float]:
@@ -95,14 +100,8 @@ def test_masks_equal_the_sorted_reference(vocab: int, ks: tuple[int, ...], ps: t
         block = cases[start : start + width]
         block += block[-1:] * (width - len(block))
         scaled = np.stack([case[0] for case in block])
-        columns = [np.array([case[column] for case in block]) for column in (1, 2, 3)]
-        threshold = run_threshold(
-            jnp.asarray(scaled),
-            jnp.exp(jnp.asarray(scaled)),
-            jnp.asarray(columns[0], jnp.int32),
-            jnp.asarray(columns[1], jnp.float32),
-            jnp.asarray(columns[2], jnp.float32),
-        )
+        top_k, top_p, min_p = (np.array([case[column] for case in block]) for column in (1, 2, 3))
+        threshold = run_threshold(jnp.asarray(scaled), rows(width, vocab=vocab, top_k=top_k, top_p=top_p, min_p=min_p))
         got = scaled >= np.asarray(threshold)[:, None]
         for own, (row, k, p, m) in zip(got, block, strict=True):
             expected, margin = kept_by_sorting(row, k, p, m)
@@ -239,6 +238,41 @@ def test_a_row_of_nan_has_no_id_and_its_neighbours_are_untouched() -> None:
         assert (ids[[2, 3, 4, 5]] == NO_ID).all()
         assert np.array_equal(np.delete(ids, [2, 3, 4, 5]), np.delete(clean, [2, 3, 4, 5]))
         assert NO_ID not in clean
+
+
+@pytest.mark.parametrize("vocab", [5, NUM_TOP, NUM_TOP + 1, 1000, 1009, 5003, 49152])
+def test_the_largest_logits_are_those_of_a_sort(vocab: int) -> None:
+    """Of vocabularies that no block size divides, too, with ties, forbidden ids and NaN anywhere."""
+    rng = np.random.default_rng(vocab)
+    shapes = [*shapes_of_logits(vocab, rng), np.full(vocab, -np.inf, np.float32)]
+    spoiled = np.repeat(shapes[1][None], 4, axis=0)
+    spoiled[range(4), [0, vocab // 2, vocab - 2, vocab - 1]] = [np.nan, -np.nan, np.nan, np.inf]
+    logits = np.concatenate([np.stack(shapes), spoiled])
+    values, ids, highest = (np.asarray(array) for array in jax.jit(lambda x: find_largest(x, block_maxima(x)))(jnp.asarray(logits)))
+    assert np.isnan(highest[-4:-1]).all()
+    assert np.array_equal(highest[:-4], logits[:-4].max(axis=1))
+    assert np.isposinf(highest[-1])
+    for row, own, chosen in zip(logits[:-4], values, ids, strict=False):
+        assert np.array_equal(own, np.sort(row)[::-1][:NUM_TOP])
+        assert np.array_equal(row[chosen], own)
+        assert len(set(chosen.tolist())) == len(chosen)
+
+
+def test_few_rows_that_need_a_search_get_what_many_do() -> None:
+    """Rows whose mass no few ids hold, or that want more than the largest: alone, few and many of them beside others."""
+    rng = np.random.default_rng(8)
+    logits = (8 * rng.standard_normal((COUNT, VOCAB))).astype(np.float32)
+    flat = (0.1 * rng.standard_normal((COUNT, VOCAB))).astype(np.float32)
+    options = {"top_p": rng.choice([0.9, 0.99, 1.0], COUNT), "top_k": rng.choice([0, 300], COUNT)}
+    expected = draw(flat, rows(COUNT, vocab=VOCAB, **options))
+    beside = draw(logits, rows(COUNT, vocab=VOCAB, **options))
+    for num_flat in (1, NUM_FEW - 1, NUM_FEW, NUM_FEW + 1):
+        at = rng.permutation(COUNT)[:num_flat]
+        mixed = logits.copy()
+        mixed[at] = flat[at]
+        ids = draw(mixed, rows(COUNT, vocab=VOCAB, **options))
+        assert np.array_equal(ids[at], expected[at])
+        assert np.array_equal(np.delete(ids, at), np.delete(beside, at))
 
 
 def test_banned_ids_are_never_chosen() -> None:

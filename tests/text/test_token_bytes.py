@@ -57,6 +57,7 @@ def test_ids_outside_of_the_vocabulary_have_no_bytes(token_id: int) -> None:
         ),
         (decoders.Metaspace(prepend_scheme="always"), DecodeRule(replacements=((SPACE, " "),), leading_spaces=1)),
         (decoders.Metaspace(prepend_scheme="never"), DecodeRule(replacements=((SPACE, " "),))),
+        (decoders.WordPiece(), DecodeRule(continuation="##", leading_spaces=1)),
     ],
 )
 def test_known_decoders(decoder: decoders.Decoder, rule: DecodeRule) -> None:
@@ -69,7 +70,7 @@ def test_known_decoders(decoder: decoders.Decoder, rule: DecodeRule) -> None:
     "decoder, named",
     [
         (None, "none"),
-        (decoders.WordPiece(), "WordPiece"),
+        (decoders.BPEDecoder(), "BPEDecoder"),
         (decoders.CTC(), "CTC"),
         (decoders.Strip(" ", 1, 0), "Strip"),
         (decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]), "Replace"),

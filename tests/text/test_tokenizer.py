@@ -171,8 +171,8 @@ def test_an_unknown_decoder_is_refused(tmp_path: Path) -> None:
     from tokenizers import decoders
 
     backend = byte_level_backend()
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(UnsupportedModelError, match="WordPiece"):
+    backend.decoder = decoders.BPEDecoder()
+    with pytest.raises(UnsupportedModelError, match="BPEDecoder"):
         Tokenizer.from_folder(save_folder(tmp_path, backend))
 
 

@@ -117,6 +117,25 @@ def llama_metadata(pieces: list[tuple[str, float]], **changes: Any) -> dict[str,
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
 
 
+def gemma4_metadata(pieces: list[str], merges: list[str], **changes: Any) -> dict[str, Any]:
+    """Metadata of a vocabulary of character pairs: `<pad>`, `<eos>`, `<bos>`, `<unk>`, the turn tokens, 256 byte tokens, then `pieces`."""
+    named = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_response>", "<|turn>", "<turn|>"]
+    tokens = [*named, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = np.array([3, 3, 3, 3, 4, 3, 3, *[6] * 256, *[1] * len(pieces)], np.int32)
+    keys: dict[str, Any] = {"model": "gemma4", "tokens": tokens, "token_type": types, "merges": merges}
+    keys |= {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3} | changes
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
+
+
+def bert_metadata(pieces: list[str], **changes: Any) -> dict[str, Any]:
+    """Metadata of word pieces: `[PAD]`, `[unused0]`, `[UNK]`, `[CLS]`, `[SEP]`, then `pieces`, with U+2581 before what begins a word."""
+    tokens = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", *pieces]
+    types = np.array([3, 1, 3, 3, 3, *[1] * len(pieces)], np.int32)
+    keys: dict[str, Any] = {"model": "bert", "pre": "bert-bge", "tokens": tokens, "token_type": types}
+    keys |= {"unknown_token_id": 2, "cls_token_id": 3, "seperator_token_id": 4, "padding_token_id": 0} | changes
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
+
+
 def save_folder(folder: Path, backend: Tokenizer, **config: Any) -> Path:
     """A Hugging Face folder with tokenizer.json and, if anything is given, tokenizer_config.json."""
     backend.save(str(folder / "tokenizer.json"))
