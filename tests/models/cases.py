@@ -26,6 +26,7 @@ class Case(NamedTuple):
         write: writes the checkpoint to a folder and returns its tensors by name; `options` are its other arguments.
         options: what this checkpoint is; its vocabulary is `options["vocab_size"]`.
         positions: where golden logits are kept, ascending; the prompt ends with the last.
+        buckets: token buckets that the shared suite runs it in: for single tokens, for chunks, and for the whole prompt. A program each.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     write: Callable[..., Tensors]
     options: Mapping[str, Any]
     positions: tuple[int, ...]
+    buckets: tuple[int, int, int] = (2, 128, 128)
 
     @property
     def token_ids(self) -> list[int]:
@@ -85,6 +87,7 @@ FAMILY_CASES = (
             "has_tokenizer": False,
         },
         positions=(0, 1, 15, 16, 64, 149),
+        buckets=(2, 16, 256),
     ),
     _family("MistralForCausalLM", {"sliding_window": _WINDOW, "hidden_size": 66, "head_dim": 14, "rope_theta": 1e6}),
     _family(

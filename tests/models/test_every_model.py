@@ -22,7 +22,6 @@ from tests.tiny_model import Tensors, save_safetensors
 
 pytestmark = pytest.mark.jax
 
-BUCKETS = (2, 16, 256)
 CONTEXT = 160
 NUM_PAGES = 64
 ATOL = 1e-4
@@ -48,17 +47,17 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(case.name)
     tensors = case.write(folder, **case.options)
     loaded = load(folder)
-    return Made(case, folder, tensors, loaded, logits_alone(loaded, case.token_ids))
+    return Made(case, folder, tensors, loaded, logits_alone(loaded, case.token_ids, case.buckets[-1]))
 
 
 def paged(loaded: LoadedModel, seed: int | None = None, *, gives_back: bool = True) -> PagedModel:
     return PagedModel(loaded, context=CONTEXT, num_pages=NUM_PAGES, seed=seed, gives_back=gives_back)
 
 
-def logits_alone(loaded: LoadedModel, token_ids: list[int]) -> np.ndarray:
+def logits_alone(loaded: LoadedModel, token_ids: list[int], bucket: int) -> np.ndarray:
     """Logits [tokens, vocab] of one sequence in one chunk."""
     model = paged(loaded)
-    return model.feed_all(model.start(token_ids), chunk=BUCKETS[-1], bucket=BUCKETS[-1])
+    return model.feed_all(model.start(token_ids), chunk=bucket, bucket=bucket)
 
 
 def largest_difference(one: np.ndarray, other: np.ndarray) -> float:
@@ -133,29 +132,29 @@ def test_a_layer_is_traced_once_a_program(made: Made, monkeypatch: pytest.Monkey
     block = made.loaded.family.Block  # type: ignore[attr-defined]
     traced = block.__call__
     monkeypatch.setattr(block, "__call__", lambda *args: calls.append(1) or traced(*args))
-    layout = paged(made.loaded).layout(BUCKETS[1])
+    layout = paged(made.loaded).layout(made.case.buckets[1])
     step = step_program.__wrapped__(made.loaded.graphdef, made.loaded.treedef, layout)
     step.lower(made.loaded.params, paged(made.loaded).cache, jnp.zeros(layout.blob_size, jnp.int32))
     assert made.loaded.config.layers > 1
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("chunk", "bucket"), [(1, 2), (7, 16), (16, 16), (64, 256)])
-def test_chunked_equals_whole(made: Made, chunk: int, bucket: int) -> None:
+@pytest.mark.parametrize(("chunk", "kind"), [(1, 0), (7, 1), (16, 1), (64, 2)])
+def test_chunked_equals_whole(made: Made, chunk: int, kind: int) -> None:
     model = paged(made.loaded, seed=chunk)
-    chunked = model.feed_all(model.start(made.case.token_ids), chunk, bucket)
+    chunked = model.feed_all(model.start(made.case.token_ids), chunk, made.case.buckets[kind])
     assert largest_difference(chunked, made.whole) < ATOL
 
 
 def test_the_order_of_pages_does_not_show_at_all(made: Made) -> None:
     in_order, shuffled = paged(made.loaded), paged(made.loaded, seed=5)
-    runs = [model.feed_all(model.start(made.case.token_ids), 16, 16) for model in (in_order, shuffled)]
+    runs = [model.feed_all(model.start(made.case.token_ids), 16, made.case.buckets[1]) for model in (in_order, shuffled)]
     np.testing.assert_array_equal(runs[0], runs[1])
 
 
 def test_padding_changes_no_logits_and_writes_nothing(made: Made) -> None:
     token_ids = made.case.token_ids[:7]
-    for bucket in BUCKETS[1:]:
+    for bucket in set(made.case.buckets[1:]):
         model = paged(made.loaded)
         (logits,) = model.feed([(model.start(token_ids), 7)], bucket)
         assert largest_difference(logits, made.whole[:7]) < ATOL
@@ -176,7 +175,7 @@ def test_batch_equals_alone(made: Made) -> None:
     num_mixed = 0
     while unfinished := [index for index, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]:
         chosen = random.permutation(unfinished)[: random.integers(1, len(unfinished) + 1)]
-        bucket = int(random.choice(BUCKETS[1:]))
+        bucket = int(random.choice(made.case.buckets[1:]))
         counts = [min(int(random.choice([1, 1, 3, 8, 40])), sequences[index].num_uncomputed_tokens) for index in chosen]
         while sum(counts) > bucket:
             counts[int(np.argmax(counts))] = 1
@@ -186,7 +185,7 @@ def test_batch_equals_alone(made: Made) -> None:
             parts[index].append(logits)
     assert num_mixed > 3
     for prompt, own in zip(prompts, parts, strict=True):
-        assert largest_difference(np.concatenate(own), logits_alone(made.loaded, prompt)) < ATOL
+        assert largest_difference(np.concatenate(own), logits_alone(made.loaded, prompt, made.case.buckets[-1])) < ATOL
 
 
 def test_a_shared_prefix_equals_a_prefix_of_ones_own(made: Made) -> None:
@@ -196,15 +195,20 @@ def test_a_shared_prefix_equals_a_prefix_of_ones_own(made: Made) -> None:
     longer, other = ids[:90], [*ids[:num_shared], *ids[90:110]]
     model = paged(made.loaded, seed=2, gives_back=False)
     first = model.start(longer)
-    (start,) = model.feed([(first, 60)], BUCKETS[-1])
+    (start,) = model.feed([(first, 60)], made.case.buckets[-1])
     second = model.start(other, shared=first, num_shared=num_shared)
-    parts = [model.feed([(first, 15), (second, 10)], BUCKETS[-1]) for _ in range(2)]
+    parts = [model.feed([(first, 15), (second, 10)], made.case.buckets[-1]) for _ in range(2)]
     assert largest_difference(np.concatenate([start, *(part[0] for part in parts)]), made.whole[:90]) < ATOL
-    assert largest_difference(np.concatenate([part[1] for part in parts]), logits_alone(made.loaded, other)[num_shared:]) < ATOL
+    assert (
+        largest_difference(
+            np.concatenate([part[1] for part in parts]), logits_alone(made.loaded, other, made.case.buckets[-1])[num_shared:]
+        )
+        < ATOL
+    )
 
 
 def test_the_second_run_gives_the_same_bits(made: Made) -> None:
-    np.testing.assert_array_equal(logits_alone(made.loaded, made.case.token_ids), made.whole)
+    np.testing.assert_array_equal(logits_alone(made.loaded, made.case.token_ids, made.case.buckets[-1]), made.whole)
 
 
 def test_programs_are_shared_by_models_of_one_config(made: Made) -> None:
