@@ -26,7 +26,7 @@ class Case(NamedTuple):
         write: writes the checkpoint to a folder and returns its tensors by name; `options` are its other arguments.
         options: what this checkpoint is; its vocabulary is `options["vocab_size"]`.
         positions: where golden logits are kept, ascending; the prompt ends with the last.
-        buckets: token buckets that the shared suite runs it in: for single tokens, for chunks, and for the whole prompt. A program each.
+        buckets: token buckets of the shared suite: for single tokens, for chunks, for the whole prompt. A program for each that differs.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     write: Callable[..., Tensors]
     options: Mapping[str, Any]
     positions: tuple[int, ...]
-    buckets: tuple[int, int, int] = (2, 128, 128)
+    buckets: tuple[int, int, int] = (128, 128, 128)
 
     @property
     def token_ids(self) -> list[int]:
