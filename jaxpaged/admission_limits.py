@@ -5,7 +5,16 @@ import heapq
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.counts import counted
-from jaxpaged.errors import ConfigError, ContextLengthError, InvalidRequestError, PoolTooSmallError, QueueFullError
+from jaxpaged.errors import (
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    JaxpagedError,
+    PoolTooSmallError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestTimeoutError,
+)
 from jaxpaged.page_manager import PageManager
 from jaxpaged.sequence import Sequence, SequenceStatus
 
@@ -135,14 +144,14 @@ class Deadlines:
         if request_s is not None:
             self._push(sequence, request_s, _Limit.REQUEST)
 
-    def expired(self, now_s: float) -> list[tuple[Sequence, str]]:
+    def expired(self, now_s: float) -> list[tuple[Sequence, JaxpagedError]]:
         """Sequences whose time is over, each once, with what to say of it."""
-        found: dict[Sequence, str] = {}
+        found: dict[Sequence, JaxpagedError] = {}
         while self._heap and (self._heap[0][0] <= now_s or self._heap[0][2].is_finished):
             _, _, sequence, limit = heapq.heappop(self._heap)
             if sequence.is_finished or (limit is _Limit.QUEUE and sequence.status is not SequenceStatus.WAITING):
                 continue
-            found.setdefault(sequence, self._message(limit))
+            found.setdefault(sequence, self._error(limit))
         return list(found.items())
 
     @property
@@ -150,10 +159,10 @@ class Deadlines:
         """When the next limit may be reached."""
         return self._heap[0][0] if self._heap else None
 
-    def _message(self, limit: _Limit) -> str:
+    def _error(self, limit: _Limit) -> JaxpagedError:
         if limit is _Limit.QUEUE:
-            return f"The request waited {self._policy.queue_timeout_s:g} s and was not started (queue_timeout_s)"
-        return f"The request took longer than {self._policy.request_timeout_s:g} s (request_timeout_s)"
+            return QueueTimeoutError(f"The request waited {self._policy.queue_timeout_s:g} s and was not started (queue_timeout_s)")
+        return RequestTimeoutError(f"The request took longer than {self._policy.request_timeout_s:g} s (request_timeout_s)")
 
     def _push(self, sequence: Sequence, seconds: float, limit: _Limit) -> None:
         self._num_added += 1

@@ -56,6 +56,7 @@ def failed_output(request_id: str, prompt: Prompt, error: JaxpagedError, arrival
         finished=True,
         metrics=RequestMetrics(arrival_s=arrival_s),
         error=error.message,
+        error_code=error.code,
     )
 
 

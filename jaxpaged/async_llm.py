@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.api import open_own_sinks, settle_config
@@ -15,7 +15,7 @@ from jaxpaged.embeddings import EmbeddingRequestOutput, check_pooling, embedding
 from jaxpaged.engine_client import EngineClient, Generation
 from jaxpaged.engine_control import Pause, PauseMode, check_flag, wake_tags
 from jaxpaged.engine_thread import EngineThread
-from jaxpaged.errors import InvalidRequestError
+from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.events import Sink
 from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
@@ -120,14 +120,35 @@ class AsyncLLM:
         return embedding_of(outputs[-1], normalize=normalize)
 
     async def chat_prompt(
-        self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, for `generate` and `stream`. Raises ChatTemplateError, or EngineDeadError when closed."""
-        self.check_health()
-        make = functools.partial(
-            self._intake.chat_prompt, messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        """Token ids of a conversation, for `generate` and `stream`; the chat template sees `variables` as well.
+
+        Raises ChatTemplateError, or EngineDeadError when closed.
+        """
+        return await self._streams().beside(
+            functools.partial(
+                self._intake.chat_prompt,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
         )
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
+
+    async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as `generate` makes them. Raises InvalidRequestError, or EngineDeadError when closed."""
+        return await self._streams().beside(functools.partial(self._intake.prompt_ids, prompt, add_special_tokens=add_special_tokens))
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return self._engine.runner.limits.max_model_len
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is, still being tokenized or running; nothing happens when there is none of that id.
@@ -142,6 +163,17 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine no longer serves."""
         self._thread.check_health()
+
+    async def probe(self) -> None:
+        """Runs a step program over nothing and returns when it is done, so that the device is known to answer; leaves no trace.
+
+        A paused engine has nothing run. Raises EngineDeadError.
+        """
+        await self._thread.call(lambda engine: engine.probe())
+
+    def fail_open(self, error: JaxpagedError) -> None:
+        """Ends every open request with `error`, which its task raises; any thread may call it, also while a step hangs."""
+        self._thread.fail_open(error)
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forgets all cached pages; `reset_running_requests`: those that run give theirs back and are computed again. True: done."""

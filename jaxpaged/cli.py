@@ -1,7 +1,7 @@
 """The command line: finds the command, runs it, and turns every failure into one sentence and an exit status.
 
 Exit status: 0 done; 1 the engine or the program failed; 2 the input is at fault; 130 stopped by Ctrl-C; 141 the reader of the
-output went away.
+output went away. `serve` has some of its own (`server.serving`).
 """
 
 import contextlib
@@ -85,8 +85,6 @@ def _run(argv: list[str]) -> int:
         name, rest = "version", ["--short"]
     command = by_name().get(name)
     if command is None:
-        if name == "serve":
-            raise ConfigError("this version has no server yet; use jaxpaged generate, jaxpaged chat or the Python API")
         near = nearest(name, by_name())
         raise ConfigError(f"there is no command {name[:80]!r}" + (f"; the nearest is {near}" if near else "; see jaxpaged --help"))
     args = build_parser(command).parse(rest)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-REDACTED = "<hidden>"
+REDACTED = "***"
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -154,15 +154,66 @@ class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     interval_s: Annotated[float, _doc("seconds between two lines about the whole engine", gt=0, le=3600)] = 5.0
     file: Annotated[str | None, _doc("file for the lines; none: standard error")] = None
     max_bytes: Annotated[int, _doc("size at which the log file is rotated", ge=4096, extra=BYTES)] = 64 * MIB
+    prompts: Annotated[bool, _doc("write the beginning of prompts to the log; without it no text of a client gets there")] = False
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server."""
 
-    host: Annotated[str, _doc("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, _doc("port to listen on", ge=0, le=65535)] = 8000
+    host: Annotated[str, _doc("address to listen on", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, _doc("port to listen on; 0: a free one, which is printed", ge=0, le=65535)] = 8000
     api_key: Annotated[tuple[str, ...], _doc("keys that clients must present; none: open; never printed", extra=SECRET)] = ()
+    api_key_file: Annotated[str | None, _doc("file with one key a line, readable by its owner alone")] = None
     served_model_name: Annotated[tuple[str, ...], _doc("names that clients may use; none: the model's own")] = ()
+    ssl_certfile: Annotated[str | None, _doc("PEM file with the certificate chain; with it the port speaks TLS alone")] = None
+    ssl_keyfile: Annotated[str | None, _doc("PEM file with the certificate's key, not encrypted")] = None
+    allowed_origins: Annotated[tuple[str, ...], _doc("web pages' origins that browsers may call from (CORS), or *; none: no page")] = ()
+    admin_port: Annotated[int | None, _doc("port of 127.0.0.1 for operators' calls; none: no such port", ge=0, le=65535)] = None
+    admin_socket: Annotated[str | None, _doc("unix socket for operators' calls, open to its owner alone; none: no such socket")] = None
+    max_body: Annotated[int, _doc("size of a request's body; more is refused with 413", ge=1024, le=GIB, extra=BYTES)] = 4 * MIB
+    max_headers: Annotated[int, _doc("headers of a request; more are refused with 431", ge=8, le=10_000)] = 100
+    max_header_size: Annotated[
+        int, _doc("size of a request's first line and headers; more is refused with 431", ge=1024, le=MIB, extra=BYTES)
+    ] = 16 * KIB
+    max_connections: Annotated[int, _doc("open connections; one more is told 503 and closed", ge=1, le=1_000_000)] = 2048
+    header_timeout_s: Annotated[float, _doc("seconds from a request's beginning to the end of its headers", gt=0, le=3600)] = 10.0
+    body_timeout_s: Annotated[float, _doc("seconds from there to the end of its body", gt=0, le=3600)] = 30.0
+    keep_alive_s: Annotated[float, _doc("seconds that a connection without a request stays open", gt=0, le=3600)] = 75.0
+    slow_client_timeout_s: Annotated[
+        float, _doc("seconds that an answer may wait for a client that does not read; it is aborted then", gt=0, le=3600)
+    ] = 30.0
+    send_buffer: Annotated[
+        int, _doc("size of the system's buffer per connection for what is sent, and of ours", ge=4 * KIB, le=16 * MIB, extra=BYTES)
+    ] = 64 * KIB
+    ping_interval_s: Annotated[float, _doc("seconds of silence in a stream after which a comment keeps it open", gt=0, le=3600)] = 15.0
+    drain_timeout_s: Annotated[
+        float, _doc("seconds that running requests get to end after the server was told to stop", ge=0, le=86_400)
+    ] = 30.0
+    watchdog_s: Annotated[
+        float, _doc("seconds without a step, although there is work, after which the process ends with status 70", ge=1, le=86_400)
+    ] = 60.0
+
+
+class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request over HTTP may ask for; one more is refused with 400."""
+
+    max_n: Annotated[int, _doc("answers to one prompt (n)", ge=1, le=128)] = 64
+    max_prompts: Annotated[int, _doc("prompts of one request", ge=1, le=100_000)] = 256
+    max_answers: Annotated[int, _doc("answers of one request: prompts times n", ge=1, le=1_000_000)] = 1024
+    max_stop: Annotated[int, _doc("stop strings", ge=0, le=64)] = 16
+    max_stop_chars: Annotated[int, _doc("characters of one stop string", ge=1, le=1024)] = 512
+    max_stop_token_ids: Annotated[int, _doc("stop token ids", ge=0, le=128)] = 128
+    max_logit_bias: Annotated[int, _doc("token ids in logit_bias", ge=0, le=1024)] = 1024
+    max_messages: Annotated[int, _doc("messages of a conversation", ge=1, le=1_000_000)] = 2048
+    max_request_id_chars: Annotated[int, _doc("characters of x-request-id; a longer one is replaced", ge=1, le=1024)] = 128
+    max_stored_responses: Annotated[int, _doc("responses kept for later calls; the oldest goes first", ge=0, le=1_000_000)] = 1000
+    max_stored_size: Annotated[int, _doc("size of all responses kept", ge=0, extra=BYTES)] = 64 * MIB
+
+
+class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures for Prometheus."""
+
+    public: Annotated[bool, _doc("/metrics asks for no key")] = False
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,6 +228,8 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: SamplingConfig = SamplingConfig()
     log: LogConfig = LogConfig()
     server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
 
 ALIASES: dict[str, str] = {
@@ -211,5 +264,9 @@ ALIASES: dict[str, str] = {
     "port": "server.port",
     "api_key": "server.api_key",
     "served_model_name": "server.served_model_name",
+    "ssl_certfile": "server.ssl_certfile",
+    "ssl_keyfile": "server.ssl_keyfile",
+    "allowed_origins": "server.allowed_origins",
+    "shutdown_timeout": "server.drain_timeout_s",
 }
 """vLLM's names (as Python arguments; flags use dashes) -> path in the tree."""

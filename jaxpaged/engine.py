@@ -229,6 +229,7 @@ class Engine:
         self._requests.take_tokens(awaited, self._token_logprobs(started))
         self._emit.step_finished(
             step,
+            awaited,
             bucket_tokens=started.bucket_tokens,
             num_tokens=started.num_tokens,
             scheduler=self.scheduler,
@@ -282,6 +283,22 @@ class Engine:
         outputs = self._requests.end_all(self._fatal or "the engine stopped")
         self._emit.load_changed(self.scheduler, self.pages)
         return outputs
+
+    def probe(self) -> None:
+        """Runs the smallest program over padding alone, unless a step runs that shows as much, or the engine is paused.
+
+        Raises:
+            EngineDeadError: as `step` does.
+        """
+        self.check_alive()
+        if self._in_flight or self.control.is_paused:
+            return
+        layout = self.runner.layout_for(1)
+        try:
+            np.asarray(self.runner.run(layout, self._packer.pack([], layout)))
+        except Exception as error:  # the pool was handed over, and may be gone
+            self.die(error)
+            raise EngineDeadError(f"the engine stopped: {self._fatal}") from error
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages; see `EngineControl.reset_prefix_cache`."""

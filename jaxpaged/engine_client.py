@@ -1,11 +1,17 @@
 """What a server needs of an engine, and a request that has not begun."""
 
-from collections.abc import AsyncIterator, Callable, Generator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from jaxpaged.intake import Prompt
-from jaxpaged.request import RequestOutput, SamplingParams
+from jaxpaged.engine_control import PauseMode
+from jaxpaged.errors import JaxpagedError
+from jaxpaged.intake import Continuation, Messages, Prompt
+from jaxpaged.request import Pooling, RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpaged.embeddings import EmbeddingRequestOutput
+    from jaxpaged.scoring import ContinuationScore
 
 
 class Generation:
@@ -29,7 +35,7 @@ class Generation:
 
 @runtime_checkable
 class EngineClient(Protocol):
-    """What a server needs of an engine."""
+    """What a server needs of an engine; `AsyncLLM` has it."""
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
@@ -39,8 +45,55 @@ class EngineClient(Protocol):
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]: ...
 
+    async def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+
+    async def score(
+        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+    ) -> "ContinuationScore": ...
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+    ) -> "EmbeddingRequestOutput": ...
+
+    async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
     def abort(self, request_id: str) -> None: ...
 
     def check_health(self) -> None: ...
 
+    async def probe(self) -> None: ...
+
+    def fail_open(self, error: JaxpagedError) -> None: ...
+
+    def close(self) -> None: ...
+
     def get_tokenizer(self) -> Tokenizer: ...
+
+
+@runtime_checkable
+class OperatedEngine(Protocol):
+    """What operators may tell an engine; see docs/operations.md."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool: ...
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def is_paused(self) -> bool: ...
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None: ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+
+    async def is_sleeping(self) -> bool: ...

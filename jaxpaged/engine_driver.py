@@ -103,6 +103,11 @@ class EngineDriver:
                     arrival.is_aborted = True
             self._commands.put(lambda: self._abort(request_id))
 
+    def fail_open(self, error: JaxpagedError) -> None:
+        """Ends every open request with an error, also when a turn hangs; the requests themselves end as their tasks leave."""
+        for mailbox in self.mailboxes.copy().values():
+            _on_loop(mailbox.loop, functools.partial(mailbox.fail, error))
+
     def forget(self, request_id: str, mailbox: Mailbox) -> None:
         """Aborts a request whose task has left, unless the id has come to belong to another one."""
 

@@ -4,6 +4,8 @@ Received, rejected, queued, first token and finished are said once of a request,
 preempted tell of pages, so they are said of each sample, by the id of its sequence ("x#1" is the second sample of "x").
 """
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxpaged import events
@@ -12,7 +14,7 @@ from jaxpaged.errors import JaxpagedError
 from jaxpaged.output import OpenRequest
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import RequestMetrics
-from jaxpaged.scheduled_step import ScheduledStep
+from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.sequence import Sequence
 
@@ -116,10 +118,19 @@ class EngineEvents:
         )
 
     def step_finished(
-        self, step: ScheduledStep, *, bucket_tokens: int, num_tokens: int, scheduler: Scheduler, pages: PageManager, times: StepTimes
+        self,
+        step: ScheduledStep,
+        taken: Iterable[ScheduledRow],
+        *,
+        bucket_tokens: int,
+        num_tokens: int,
+        scheduler: Scheduler,
+        pages: PageManager,
+        times: StepTimes,
     ) -> None:
-        """A step was taken in."""
+        """A step was taken in, and of it the ids of the rows `taken`."""
         self._num_steps += 1
+        gaps, gaps_s = self._token_gaps(taken)
         num_decodes = sum(1 for row in step.rows if row.samples and row.start >= row.sequence.num_prompt_tokens)
         self._emit(
             events.StepFinished(
@@ -139,10 +150,24 @@ class EngineEvents:
                 prefix_queries_tokens=step.prefix_queries_tokens,
                 prefix_hits_tokens=step.prefix_hits_tokens,
                 prefill_recompute_tokens=step.prefill_recompute_tokens,
+                token_gaps=gaps,
+                token_gaps_s=gaps_s,
                 decision=step.decision,
                 **times._asdict(),
             )
         )
+
+    def _token_gaps(self, taken: Iterable[ScheduledRow]) -> tuple[tuple[int, ...], float]:
+        """See `events.StepFinished`."""
+        now_s = self._clocks.monotonic()
+        counts, sum_s = [0] * (len(events.TOKEN_GAP_BOUNDS_S) + 1), 0.0
+        for row in taken:
+            if row.samples:
+                last_s, row.sequence.last_token_s = row.sequence.last_token_s, now_s
+                if last_s is not None:
+                    counts[bisect_left(events.TOKEN_GAP_BOUNDS_S, now_s - last_s)] += 1
+                    sum_s += now_s - last_s
+        return (tuple(counts), sum_s) if any(counts) else ((), 0.0)
 
     def load_changed(self, scheduler: Scheduler, pages: PageManager) -> None:
         """Requests or pages came or went apart from a step."""

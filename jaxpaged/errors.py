@@ -6,10 +6,14 @@ the server wraps it in OpenAI's error body; the metric label is `code`.
 
 
 class JaxpagedError(Exception):
-    """Root of the tree. `code` names the kind, `http_status` is what the server answers, `param` names the field at fault."""
+    """Root of the tree. `code` names the kind, `http_status` is what the server answers, `param` names the field at fault.
+
+    `retry_after_s`: seconds after which the same request may well be served; None: waiting alone does not help.
+    """
 
     code: str = "internal_error"
     http_status: int = 500
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,6 +45,7 @@ class QueueFullError(JaxpagedError):
 
     code = "queue_full"
     http_status = 429
+    retry_after_s = 1
 
 
 class ConfigError(JaxpagedError, ValueError):
@@ -93,6 +98,7 @@ class EngineDeadError(JaxpagedError):
 
     code = "engine_dead"
     http_status = 503
+    retry_after_s = 10
 
 
 class EnginePausedError(JaxpagedError):
@@ -100,9 +106,113 @@ class EnginePausedError(JaxpagedError):
 
     code = "engine_paused"
     http_status = 503
+    retry_after_s = 10
 
 
 class RequestFailedError(JaxpagedError):
     """This request failed inside the engine; others go on."""
 
     code = "request_failed"
+
+
+class ServerStartingError(JaxpagedError):
+    """The server is up and the model is not loaded yet."""
+
+    code = "server_starting"
+    http_status = 503
+    retry_after_s = 5
+
+
+class ServerDrainingError(JaxpagedError):
+    """The server was told to stop: it ends what runs and takes nothing new."""
+
+    code = "server_draining"
+    http_status = 503
+    retry_after_s = 5
+
+
+class TooManyConnectionsError(JaxpagedError):
+    """As many connections are open as may be."""
+
+    code = "too_many_connections"
+    http_status = 503
+    retry_after_s = 1
+
+
+class AuthenticationError(JaxpagedError):
+    """The request brings no API key, or one that is not known."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class BodyTooLargeError(JaxpagedError):
+    """The body of a request is larger than the limit."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class HeadersTooLargeError(JaxpagedError):
+    """A request has too many headers, or too long ones."""
+
+    code = "headers_too_large"
+    http_status = 431
+
+
+class SlowRequestError(JaxpagedError):
+    """The headers or the body of a request did not come in time."""
+
+    code = "request_too_slow"
+    http_status = 408
+
+
+class BadRequestError(JaxpagedError):
+    """What came is no HTTP request, or has a form that is not served."""
+
+    code = "bad_request"
+    http_status = 400
+
+
+class RequestAbortedError(JaxpagedError):
+    """Somebody other than the client ended the request: an operator's pause or sleep, or the end of the process."""
+
+    code = "request_aborted"
+    http_status = 503
+    retry_after_s = 5
+
+
+class QueueTimeoutError(JaxpagedError):
+    """The request waited for longer than it may and was not started."""
+
+    code = "queue_timeout"
+    http_status = 503
+    retry_after_s = 2
+
+
+class RequestTimeoutError(JaxpagedError):
+    """The request took longer than any may; the same one would again."""
+
+    code = "request_timeout"
+    http_status = 504
+
+
+class UnsupportedMediaTypeError(JaxpagedError):
+    """The body of an HTTP request is of another type or encoding than the server reads."""
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+
+class NotFoundError(JaxpagedError):
+    """Nothing goes by the given path or id."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowedError(JaxpagedError):
+    """The path is there and does not take the method."""
+
+    code = "method_not_allowed"
+    http_status = 405

@@ -14,7 +14,10 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=T
 
 
 class PhaseChanged(_Event):
-    """A start-up phase began (`fraction` 0) or moved on; `phase` is resolve, load, pool, compile or ready."""
+    """A start-up phase began (`fraction` 0) or moved on; `phase` is resolve, load, pool, compile or ready.
+
+    A server that was told to stop has the phase drain.
+    """
 
     phase: str
     message: str
@@ -117,8 +120,15 @@ class RequestFinished(_Event):
     num_samples: int = 1
 
 
+TOKEN_GAP_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Upper bounds of the classes that gaps between two tokens of an answer are counted in; a last class holds longer ones."""
+
+
 class StepFinished(_Event):
     """One engine step: what ran, how full, and where the time went (seconds).
+
+    `token_gaps` says for each class of `TOKEN_GAP_BOUNDS_S` how many tokens came so long after the one before them in the same answer;
+    together these gaps are `token_gaps_s`. Empty: there were none.
 
     `prefix_hits_tokens` of the `prefix_queries_tokens` prompt tokens of first admissions were found in the prefix cache;
     `prefill_recompute_tokens` are computed again after a preemption, and are no misses. `decision` says why so many were admitted.
@@ -144,6 +154,8 @@ class StepFinished(_Event):
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     prefill_recompute_tokens: int = 0
+    token_gaps: tuple[int, ...] = ()
+    token_gaps_s: float = 0.0
     decision: str = ""
 
 
@@ -155,6 +167,26 @@ class LoadChanged(_Event):
     num_pages_total: int
     num_pages_in_use: int
     num_pages_cached: int
+
+
+class HttpAnswered(_Event):
+    """A request over HTTP was answered, or its client left; `path` is empty where no route has it.
+
+    `end` is stop, length, rejected, refused, aborted or failed, and empty for what asks the model nothing. `first_token_s` and
+    `seconds` count from its arrival. `body` is what the client sent, or its beginning, and empty unless `log.prompts` asks for it.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int
+    end: str
+    code: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    first_token_s: float | None
+    seconds: float
+    body: str = ""
 
 
 class HealthChanged(_Event):
@@ -191,6 +223,7 @@ Event = (
     | RequestFinished
     | StepFinished
     | LoadChanged
+    | HttpAnswered
     | HealthChanged
     | SinkDropped
     | EngineStopped

@@ -25,6 +25,8 @@ type Messages = Sequence[Mapping[str, Any]]
 
 NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 MAX_REQUEST_ID_CHARS = 1024
+ARGUMENTS_OF_TEMPLATES = ("messages", "add_generation_prompt", "continue_final_message", "tokenize")
+"""What a variable of a chat template cannot be called, since it would take the place of one of ours."""
 
 _SCORING = SamplingParams(
     temperature=0.0, max_tokens=0, prompt_logprobs=0, detokenize=False, seed=0, output_kind=RequestOutputKind.FINAL_ONLY
@@ -128,6 +130,14 @@ class Intake:
             cache_salt=cache_salt,
         )
 
+    def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as `request` makes them; without `add_special_tokens` a text gets no begin token.
+
+        Raises:
+            InvalidRequestError: a malformed prompt, or ids out of range.
+        """
+        return self._token_ids(_without_salt(prompt)[0], add_special_tokens=add_special_tokens)[1]
+
     def scoring_request(
         self, prompt: Prompt, continuation: Continuation, *, arrival_s: float, request_id: str | None = None, priority: int = 0
     ) -> Request:
@@ -186,8 +196,15 @@ class Intake:
             )
         return self.request(prompt, asked, arrival_s=arrival_s, request_id=request_id, priority=priority)
 
-    def chat_prompt(self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[int]:
-        """Token ids of a conversation, laid out by the model's chat template.
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the model's chat template, which sees `variables` as well.
 
         Raises:
             ChatTemplateError: no template, malformed messages, or the template refuses them.
@@ -196,11 +213,17 @@ class Intake:
             raise ChatTemplateError(
                 f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages"
             )
+        for name in ARGUMENTS_OF_TEMPLATES:
+            if variables and name in variables:
+                raise ChatTemplateError(f"{name} cannot be set as a variable of the chat template", param="chat_template_kwargs")
         return self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(variables or {}),
         )
 
-    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
@@ -214,7 +237,7 @@ class Intake:
                     param="prompt",
                 )
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt)
+            return prompt, self._encode(prompt, add_special_tokens)
         return None, self._checked_ids(prompt)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
@@ -235,14 +258,14 @@ class Intake:
             ids.append(token_id)
         return ids
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
         if self._max_model_len is not None and num_bytes >= self._max_model_len:
             self._check_bytes(num_bytes, self._max_model_len)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _check_bytes(self, num_bytes: int, max_model_len: int) -> None:
         """Tokenizing takes a second for every few megabytes, which a text that cannot fit is not worth."""

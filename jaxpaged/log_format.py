@@ -247,6 +247,10 @@ def _plain_text(event: Event) -> tuple[Level, str]:
             if event.state == "ready" and event.message:
                 level = Level.INFO
             return level, f"health: {clean(event.state, 32)}{': ' + clean(event.message) if event.message else ''}"
+        case events.HttpAnswered():
+            # Who asks a server that starts whether it is ready asks often.
+            is_said = event.end or (event.status >= 400 and event.status != 503)
+            return (Level.INFO if is_said else Level.DEBUG), _answered_text(event)
         case events.LoadChanged():
             return Level.DEBUG, (
                 f"running {event.num_running}, waiting {event.num_waiting}; "
@@ -272,6 +276,19 @@ def _finished_text(event: events.RequestFinished) -> str:
         parts.append(f"preempted {event.num_preemptions} times")
     message = f": {clean(event.message)}" if event.message else ""
     return f"request {clean_id(event.request_id)} finished ({clean(event.reason, 32)}): {', '.join(parts)}{message}"
+
+
+def _answered_text(event: events.HttpAnswered) -> str:
+    ends = ", ".join(clean(word, 64) for word in (event.end, event.code) if word)
+    parts = [f"{event.seconds:.3f} s"]
+    if event.end:
+        parts.append(f"{counted(event.num_prompt_tokens, 'prompt token')} + {counted(event.num_output_tokens, 'token')}")
+    if event.first_token_s is not None:
+        parts.append(f"first token after {event.first_token_s:.3f} s")
+    if event.body:
+        parts.append(f"body {clean(event.body)}")
+    what = f"{clean(event.method, 16)} {clean(event.path, MAX_ID_CHARS) or '(no such path)'}"
+    return f"request {clean_id(event.request_id)} {what} {event.status or 'left'}{f' ({ends})' if ends else ''}: {', '.join(parts)}"
 
 
 def decode_rate(num_output_tokens: int, ttft_s: float, e2e_s: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxpaged.clocks import Clocks
 from jaxpaged.engine_events import EngineEvents
-from jaxpaged.errors import InvalidRequestError
+from jaxpaged.errors import InvalidRequestError, RequestFailedError
 from jaxpaged.output import Answer, OpenRequest
 from jaxpaged.request import FinishReason, Request, RequestOutput, RequestOutputKind, samples_of
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
@@ -75,7 +75,7 @@ class OpenRequests:
             found = self._by_sequence.get(sequence.request_id)
             if found is not None:
                 opened, _ = found
-                opened.error = sequence.message
+                opened.error, opened.error_code = sequence.message, sequence.error_code
                 self._stop(opened, FinishReason.ABORT)
                 self._outputs.append(self._end(opened))
         return bool(expired)
@@ -168,7 +168,7 @@ class OpenRequests:
             self._scheduler.finish(answer.sequence, FinishReason.STOP, stop)
 
     def _fail(self, opened: OpenRequest, message: str) -> None:
-        opened.error = message
+        opened.error, opened.error_code = message, RequestFailedError.code
         self._stop(opened, FinishReason.ERROR)
 
     def _stop(self, opened: OpenRequest, reason: FinishReason) -> None:

@@ -239,7 +239,7 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def to_yaml_value(value: Any, option: OptionType, *, redact: bool) -> str:
-    """One value as YAML on one line; secrets that are set become `<hidden>` if `redact`."""
+    """One value as YAML on one line; secrets that are set become `***` if `redact`."""
     if option.is_secret and redact and value:
         return f"[{_quoted(REDACTED)}]" if option.item else _quoted(REDACTED)
     if isinstance(value, str):

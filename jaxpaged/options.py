@@ -209,7 +209,7 @@ def to_yaml(config: Config, redact: bool = True, origins: Mapping[str, str] | No
     """The whole tree as YAML that `load` reads back.
 
     Args:
-        redact: secrets that are set are written as `<hidden>`.
+        redact: secrets that are set are written as `***`.
         origins: path -> where the value came from, written as a comment.
     """
     lines: list[str] = []

@@ -127,11 +127,11 @@ class OpenRequest:
         answers: one for each sample, by index.
         metrics: times and counts over all samples.
         pooled: the hidden states that were asked for, once they are computed.
-        error: what to tell whoever asked, if it fails or is given up.
+        error: what to tell whoever asked, if it fails or is given up; `error_code`: the kind of error.
         num_open: answers that have not ended.
     """
 
-    __slots__ = ("_prompt_logprobs", "answers", "error", "metrics", "num_open", "pooled", "request")
+    __slots__ = ("_prompt_logprobs", "answers", "error", "error_code", "metrics", "num_open", "pooled", "request")
 
     def __init__(self, request: Request, samples: SequenceOf[Sequence], tokenizer: Tokenizer) -> None:
         self.request = request
@@ -139,6 +139,7 @@ class OpenRequest:
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
         self.pooled: list[float] | None = None
         self.error: str | None = None
+        self.error_code: str | None = None
         self.num_open = len(samples)
         self._prompt_logprobs = None if request.params.prompt_logprobs is None else PromptLogprobs(request, tokenizer)
 
@@ -178,6 +179,7 @@ class OpenRequest:
             prompt_logprobs=prompt_logprobs,
             pooled=self.pooled,
             error=self.error,
+            error_code=self.error_code,
         )
 
 

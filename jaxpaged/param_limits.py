@@ -12,7 +12,7 @@ from jaxpaged.errors import InvalidRequestError
 MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 """Ways to spell the bad words of a request in tokens."""
 MAX_LOGIT_BIASES = 1024

@@ -288,7 +288,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 class RequestOutput(msgspec.Struct, kw_only=True):
     """What the engine has for a request so far, or (kind DELTA) since the last time.
 
-    `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended.
+    `outputs` holds every answer by `index`; of kind DELTA those that moved. `finished`: all answers have ended. `error` says why a request
+    failed or was given up, `error_code` is the `code` of one of the classes of `errors`.
     `prompt_logprobs`: for each token of the prompt, id -> log-probability of that token, which comes first, and of the likeliest ones;
     None for the first token, which nothing comes before. None if not asked for, and until the whole prompt has been computed; of kind
     DELTA told once.
@@ -305,3 +306,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     pooled: list[float] | None = None
     error: str | None = None
+    error_code: str | None = None

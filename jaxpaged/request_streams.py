@@ -70,17 +70,23 @@ class RequestStreams:
 
     async def made(self, make: Callable[..., Request], request_id: str | None) -> Request:
         """The request that `make` gives, which is not queued yet; that it was refused is noted. Raises as `outputs`."""
-        make = functools.partial(make, arrival_s=self._clock())
-        self._driver.check_health()
-        try:
-            making = asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
-        except RuntimeError:  # another thread has closed the engine since the check
-            raise EngineDeadError("the engine is closed") from None
+        making = self._start(functools.partial(make, arrival_s=self._clock()))
         try:
             return await making
         except JaxpagedError as error:
             self._driver.reject(self._intake.usable_id(request_id), error)
             raise
+
+    async def beside[T](self, make: Callable[[], T]) -> T:
+        """What `make` gives, made in the tokenizer pool. Raises what it raises, and EngineDeadError when nothing is served any more."""
+        return await self._start(make)
+
+    def _start[T](self, make: Callable[[], T]) -> "asyncio.Future[T]":
+        self._driver.check_health()
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._tokenizer_pool, make)
+        except RuntimeError:  # another thread has closed the engine since the check
+            raise EngineDeadError("the engine is closed") from None
 
     async def last_output_of(self, request: Request) -> RequestOutput:
         """Queues a request that gives one output, and waits for it. Raises as `outputs`."""

@@ -276,8 +276,8 @@ class Scheduler:
     def expire(self) -> list[Sequence]:
         """Ends requests whose time limit is over, with ABORT, and says why in their `message`; the engine asks before each step."""
         expired = []
-        for sequence, message in self._deadlines.expired(self._clock()):
-            sequence.message = message
+        for sequence, error in self._deadlines.expired(self._clock()):
+            sequence.message, sequence.error_code = error.message, error.code
             self.finish(sequence, FinishReason.ABORT)
             expired.append(sequence)
         return expired

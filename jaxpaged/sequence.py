@@ -46,6 +46,7 @@ class Sequence:
         finish_reason: why it ended.
         stop_reason: the stop string or stop token id that ended it; None for an end token.
         message: what to tell whoever asked, if it was ended for a reason of the engine (a time limit).
+        error_code: the error's code then.
         max_total_tokens: tokens of prompt and answer at most; set by `Scheduler.add`.
         stop_ids: token ids that end it.
         num_pages_freed: pages given back by the last preemption or at the end.
@@ -56,13 +57,16 @@ class Sequence:
         has_recomputed_much: all pages that it can ever need are kept for it, since it may not be computed once more.
         queued_s: when it was added, by the scheduler's clock.
         queue_key: its place in the queue (see `waiting_queue`).
+        last_token_s: monotonic time at which its last token was told; None before the first. Belongs to `engine_events`.
     """
 
     __slots__ = (
         "epoch",
+        "error_code",
         "finish_reason",
         "first_unscored",
         "has_recomputed_much",
+        "last_token_s",
         "max_total_tokens",
         "message",
         "needs_host",
@@ -111,12 +115,14 @@ class Sequence:
         if params.prompt_logprobs is not None:
             self.first_unscored = min(request.score_from, self.num_prompt_tokens)
         self.num_cached_tokens = 0
+        self.last_token_s: float | None = None
         self.num_hit_pages = 0
         self.num_preemptions = 0
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.message: str | None = None
+        self.error_code: str | None = None
         self.max_total_tokens = 0
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else request.eos_token_ids)
         self.num_pages_freed = 0

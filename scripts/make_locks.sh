@@ -26,3 +26,11 @@ compile dev "$@" pyproject.toml requirements/build.in --extra dev $same
 compile cuda12 "$@" pyproject.toml requirements/build.in --extra dev --extra cuda12 $same
 compile cuda13 "$@" pyproject.toml requirements/build.in --extra dev --extra cuda13 $same
 compile min-jax "$@" pyproject.toml requirements/build.in requirements/min-jax.in --extra dev
+
+# Each client has an environment of its own.
+for source in tests/clients/*.in; do
+    name=$(basename "$source" .in)
+    echo "tests/clients/$name.lock"
+    .venv/bin/uv pip compile --quiet --no-config --universal --python-version 3.12 --generate-hashes --no-emit-index-url \
+        --no-emit-find-links --custom-compile-command "make lock" --output-file "tests/clients/$name.lock" "$@" "$source"
+done

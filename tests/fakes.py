@@ -27,7 +27,7 @@ from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
-from tests.script import History, allowed_id, follow, free_talk, script_result
+from tests.script import History, allowed_id, follow, free_talk, pooled_rows, scored_tokens, script_result
 
 __all__ = ["follow", "free_talk"]
 
@@ -122,7 +122,8 @@ class ScriptRunner:
             if slot < layout.num_slots:
                 self.last_ids[slot] = int(out[row])
         self.histories.append(histories)
-        return script_result(out, scripted, token_ids, step, self.vocab)
+        prompt = scored_tokens(step, histories, self._scripted)
+        return script_result(out, scripted, step["num_logprobs"], self.vocab, prompt, pooled_rows(step, histories))
 
     def _scripted(self, history: History, seed: np.ndarray) -> int:
         if self.by_seed is None:

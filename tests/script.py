@@ -72,37 +72,62 @@ def allowed_id(scripted: int, vocab: int, banned_ids: Iterable[int], slot: SlotR
     return NO_ID if np.isneginf(logits).all() else int(np.argmax(logits))
 
 
-def peaked_rows(peaks: np.ndarray, chosen: np.ndarray, vocab: int, *, is_wanted: bool) -> LogprobRows:
-    """Log-probabilities of the logits in the module's docstring; zeros if nobody wants them.
-
-    Args:
-        peaks: int32 [rows], the scripted ids.
-        chosen: int32 [rows]; `NO_ID` counts as the scripted one.
-        vocab: of the logits.
-        is_wanted: by any row.
-    """
-    distances = np.arange(min(MAX_LOGPROBS, vocab))
-    total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
-    away = np.where(chosen == NO_ID, 0, (chosen - peaks) % vocab)
-    top_ids = ((peaks[:, None] + distances) % vocab).astype(np.int32)
-    top = np.broadcast_to(-distances - total, top_ids.shape).astype(np.float32)
-    arrays: Any = ((-away - total).astype(np.float32), (away + 1).astype(np.int32), top_ids, top)
-    return LogprobRows(*(array * is_wanted for array in arrays))
+def live_rows(step: Mapping[str, np.ndarray]) -> list[int]:
+    """Rows of a packed step that have a history."""
+    return np.flatnonzero(step["kv_lens"]).tolist()
 
 
-def script_result(ids: np.ndarray, scripted: np.ndarray, token_ids: list[int], step: Mapping[str, np.ndarray], vocab: int) -> StepResult:
-    """What a step gives. In a prompt, the token before is what is likeliest: the logits peak on it.
+def scored_tokens(
+    step: Mapping[str, np.ndarray], histories: Sequence[History], scripted_id: Callable[[History, np.ndarray], int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For `script_result`: what follows tokens of prompts, where the logits peak there, and how many likeliest ids are wanted."""
+    num_top = step["scored_num_top"]
+    scripted, live = np.zeros_like(num_top), live_rows(step)
+    for index in np.flatnonzero(num_top >= 0).tolist():
+        place = int(step["scored_at"][index])
+        row = next(row for row in live if step["cu_q_lens"][row] <= place < step["cu_q_lens"][row + 1])
+        history = histories[live.index(row)][: int(step["positions"][place]) + 1]
+        scripted[index] = scripted_id(history, step["seed"][row])
+    return step["scored_next_ids"], scripted, num_top
+
+
+def pooled_rows(step: Mapping[str, np.ndarray], histories: Sequence[History]) -> np.ndarray:
+    """For `script_result`: the hidden state of a token is (its id, 1, 0.5), and here are their sums over each row's history."""
+    pooled = np.zeros((len(step["kv_lens"]), 3), np.float32)
+    for row, history in zip(live_rows(step), histories, strict=True):
+        pooled[row] = sum(history), len(history), 0.5 * len(history)
+    return pooled
+
+
+def script_result(
+    ids: np.ndarray,
+    scripted: np.ndarray,
+    num_logprobs: np.ndarray,
+    vocab: int,
+    prompt: tuple[np.ndarray, np.ndarray, np.ndarray],
+    pooled: np.ndarray,
+) -> StepResult:
+    """What a step gives: the ids, and the log-probabilities of the logits in the module's docstring if a row wants any.
 
     Args:
         ids: int32 [seqs], chosen.
         scripted: int32 [seqs], where the logits peak.
-        token_ids: of the whole step.
-        step: the arrays of the packed step.
-        vocab: of the logits.
+        num_logprobs: int32 [seqs], of the packed step.
+        vocab: ids lie below it.
+        prompt: of `scored_tokens`.
+        pooled: of `pooled_rows`.
     """
-    before = np.array(token_ids, np.int32)[step["scored_at"]]
-    answers = peaked_rows(scripted, ids, vocab, is_wanted=bool((step["num_logprobs"] >= 0).any()))
-    prompts = peaked_rows(before, step["scored_next_ids"], vocab, is_wanted=bool((step["scored_num_top"] >= 0).any()))
-    # Hidden states are not scripted: the last token of each row, three times.
-    pooled = np.repeat(np.array(token_ids, np.float32)[step["sample_tokens"]][:, None], 3, axis=1)
-    return StepResult(ids, answers, prompts, pooled)  # type: ignore[arg-type]  # numpy stands for the device's arrays
+    rows: Any = script_rows(ids, scripted, num_logprobs, vocab)
+    return StepResult(ids, rows, script_rows(*prompt, vocab), pooled)  # type: ignore[arg-type]  # numpy stands for the device's arrays
+
+
+def script_rows(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> Any:
+    """Log-probabilities of `ids` and of the likeliest ones; zeros if no row wants any."""
+    num_top = min(MAX_LOGPROBS, vocab)
+    distances = np.arange(num_top)
+    total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
+    is_wanted = bool((num_logprobs >= 0).any())
+    away = np.where(ids == NO_ID, 0, (ids - scripted) % vocab) * is_wanted
+    top_ids = ((scripted[:, None] + distances) % vocab * is_wanted).astype(np.int32)
+    top = np.broadcast_to((-distances - total) * is_wanted, top_ids.shape).astype(np.float32)
+    return LogprobRows(((-away - total) * is_wanted).astype(np.float32), ((away + 1) * is_wanted).astype(np.int32), top_ids, top)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ VALUES = {
     bool: st.booleans(),
     float | None: st.none() | finite,
     str | None: st.none() | texts,
+    tuple[int, ...]: st.lists(st.integers(0, 2**63 - 1), max_size=12).map(tuple),
 }
 
 
@@ -38,7 +39,7 @@ def test_from_line_is_the_inverse_of_to_line(event: Event) -> None:
 
 def test_every_event_names_itself() -> None:
     for kind in get_args(Event):
-        samples = {str: "a", int: 1, float: 0.5, bool: True, float | None: None, str | None: None}
+        samples = {str: "a", int: 1, float: 0.5, bool: True, float | None: None, str | None: None, tuple[int, ...]: (1, 2)}
         event = kind(**{field.name: samples[field.type] for field in msgspec.structs.fields(kind)})
         assert to_line(event).startswith(b'{"event":"' + kind.__name__.encode() + b'"')
         assert type(from_line(to_line(event))) is kind
@@ -69,6 +70,8 @@ def full_step() -> events.StepFinished:
         prefix_queries_tokens=10**9,
         prefix_hits_tokens=10**9,
         prefill_recompute_tokens=10**9,
+        token_gaps=(256,) * (len(events.TOKEN_GAP_BOUNDS_S) + 1),
+        token_gaps_s=1234.123456789,
         decision="256 decodes, 1 chunk, 8 admitted, 256 preempted, 1000000 wait for pages",
     )
 

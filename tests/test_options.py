@@ -12,57 +12,7 @@ from jaxpaged import options
 from jaxpaged.config import REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.option_values import parse_size
-
-ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
-    "model.model": ("org/name", "org/name"),
-    "model.tokenizer": ("./tokenizer", "./tokenizer"),
-    "model.revision": ("main", "main"),
-    "model.dtype": ("bfloat16", "bfloat16"),
-    "model.max_model_len": ("32k", 32000),
-    "model.load_format": ("gguf", "gguf"),
-    "model.chat_template": ("{{ messages }}", "{{ messages }}"),
-    "model.template_timeout_s": ("0.5", 0.5),
-    "model.generation_config": ("neutral", "neutral"),
-    "model.seed": ("7", 7),
-    "model.hf_token": ("hf_1", "hf_1"),
-    "model.offline": ("yes", True),
-    "model.trust_remote_code": ("false", False),
-    "cache.page_size": ("32", 32),
-    "cache.memory": ("1.5GiB", 3 * 2**29),
-    "cache.dtype": ("fp8_e4m3", "fp8_e4m3"),
-    "cache.enable_prefix_caching": ("off", False),
-    "cache.gpu_memory_utilization": ("0.5", 0.5),
-    "scheduler.max_num_seqs": ("8", 8),
-    "scheduler.max_num_batched_tokens": ("2K", 2048),
-    "scheduler.async_scheduling": ("no", False),
-    "scheduler.reserve_pages": ("3", 3),
-    "scheduler.ageing_s": ("1.5", 1.5),
-    "scheduler.target_ttft_s": ("0.5", 0.5),
-    "scheduler.target_itl_s": ("0.05", 0.05),
-    "scheduler.max_num_queued_requests": ("256", 256),
-    "scheduler.max_num_queued_tokens": ("32k", 32000),
-    "scheduler.queue_timeout_s": ("10", 10.0),
-    "scheduler.request_timeout_s": ("60", 60.0),
-    "compilation.token_buckets": ("2, 16,4K", (2, 16, 4096)),
-    "compilation.cache_dir": ("", ""),
-    "compilation.max_parallel": ("2", 2),
-    "compilation.enforce_eager": ("0", False),
-    "model.quantization": ("none", None),
-    "parallel.tensor_parallel_size": ("1", 1),
-    "cpu.threads": ("3", 3),
-    "sampling.max_logprobs": ("5", 5),
-    "sampling.logprobs_mode": ("processed_logits", "processed_logits"),
-    "log.format": ("json", "json"),
-    "log.level": ("debug", "debug"),
-    "log.interval_s": ("0.25", 0.25),
-    "log.file": ("run.log", "run.log"),
-    "log.max_bytes": ("1MiB", 2**20),
-    "server.host": ("0.0.0.0", "0.0.0.0"),
-    "server.port": ("80", 80),
-    "server.api_key": ("sk-1,sk-2", ("sk-1", "sk-2")),
-    "server.served_model_name": ("a/b", ("a/b",)),
-}
-"""Path -> (text, the value it means)."""
+from tests.sample_options import ANOTHER_VALUE
 
 
 def refusal(**sources: Any) -> str:

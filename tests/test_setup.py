@@ -245,7 +245,7 @@ def test_the_installed_wheel_runs_without_the_source_tree(wheel: Path, tmp_path:
 def test_the_python_of_the_readme_can_be_run() -> None:
     """Whole programs: no `await` outside of a function, and every name is made or imported in the block itself."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         done = subprocess.run(
             [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F704,PLE1142", "-"],

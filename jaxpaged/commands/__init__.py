@@ -16,6 +16,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COMMANDS = (
+    Command(name="serve", module="serve", summary="serve OpenAI's endpoints over HTTP"),
+    Command(name="run-batch", module="run_batch", summary="answer a file of requests in OpenAI's batch format"),
     Command(name="generate", module="generate", summary="complete one or many prompts"),
     Command(name="chat", module="chat", summary="talk with a model in the terminal", aliases=("run",)),
     Command(name="pull", module="pull", summary="fetch a model into the cache folder"),

@@ -15,6 +15,9 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.sinks import QueueSink, open_log
 from jaxpaged.startup_progress import open_startup_progress
 
+SERVER_SECTIONS = frozenset({"server", "limits", "metrics"})
+"""Options that mean nothing without a server."""
+
 
 def make_llm(config: Config, sinks: Sequence[Sink], /) -> TextEngine:
     """The real engine."""
@@ -26,7 +29,7 @@ def make_llm(config: Config, sinks: Sequence[Sink], /) -> TextEngine:
 def add_engine_arguments(parser: Parser) -> None:
     """`--verbose` and every option but the server's."""
     parser.add_argument("--verbose", action="store_true", help="show the log on the terminal (the same as --log.level info)")
-    add_options(parser, [path for path, option in option_table().items() if option.section != "server"])
+    add_options(parser, [path for path, option in option_table().items() if option.section not in SERVER_SECTIONS])
 
 
 def add_sampling_arguments(parser: Parser, *, max_tokens: int | None) -> None:

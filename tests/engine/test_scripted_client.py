@@ -57,16 +57,16 @@ def test_log_probabilities_of_a_script(script_tokenizer: Tokenizer) -> None:
 
 
 def test_log_probabilities_of_a_scripted_prompt(script_tokenizer: Tokenizer) -> None:
-    """The token before is the likeliest, then the id after it, and so on."""
+    """What the model would have said is the likeliest, then the id after it, and so on."""
     with scripted_llm(ScriptRunner(lambda _: 9, vocab=script_tokenizer.vocab_size, max_num_batched_tokens=4), script_tokenizer) as llm:
         prompt = [10, 10, 12, 11, *range(20, 30)]
         told = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2))[0].prompt_logprobs
     assert told is not None
     assert told[0] is None
-    for before, token_id, token in zip(prompt, prompt[1:], told[1:], strict=False):
+    for token_id, token in zip(prompt[1:], told[1:], strict=True):
         assert token is not None
-        assert token[token_id].rank == (token_id - before) % script_tokenizer.vocab_size + 1
-        assert {before, before + 1} <= token.keys()
+        assert token[token_id].rank == (token_id - 9) % script_tokenizer.vocab_size + 1
+        assert {9, 10} <= token.keys()
     assert len(told) == len(prompt)
 
 

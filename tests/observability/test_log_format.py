@@ -1,6 +1,7 @@
 """The lines for people: exact words, safe ids, figures of an interval, and the same lines from a replay."""
 
 import unicodedata
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,55 @@ def test_the_load_apart_from_steps() -> None:
     load = events.LoadChanged(time_s=START_S, num_running=2, num_waiting=1, num_pages_total=8, num_pages_in_use=2, num_pages_cached=3)
     assert only(load) == (Level.DEBUG, "running 2, waiting 1; pages 25.0 % of 8 in use")
     assert from_line(to_line(load)) == load
+
+
+def answered(**changes: Any) -> events.HttpAnswered:
+    values: dict[str, Any] = {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "end": "length",
+        "code": "",
+        "num_prompt_tokens": 12,
+        "num_output_tokens": 1,
+        "first_token_s": 0.25,
+        "seconds": 1.5,
+    }
+    return events.HttpAnswered(time_s=START_S, **{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("event", "level", "text"),
+    [
+        (
+            answered(),
+            Level.INFO,
+            "request req-1 POST /v1/completions 200 (length): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s",
+        ),
+        (
+            answered(status=429, end="refused", code="queue_full", num_prompt_tokens=0, num_output_tokens=0, first_token_s=None),
+            Level.INFO,
+            "request req-1 POST /v1/completions 429 (refused, queue_full): 1.500 s, 0 prompt tokens + 0 tokens",
+        ),
+        (
+            answered(status=0, end="aborted", path=""),
+            Level.INFO,
+            "request req-1 POST (no such path) left (aborted): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s",
+        ),
+        (answered(path="/livez", end="", first_token_s=None), Level.DEBUG, "request req-1 POST /livez 200: 1.500 s"),
+        (answered(path="/readyz", end="", first_token_s=None, status=503), Level.DEBUG, "request req-1 POST /readyz 503: 1.500 s"),
+        (answered(path="/none", end="", first_token_s=None, status=404), Level.INFO, "request req-1 POST /none 404: 1.500 s"),
+        (answered(end="", first_token_s=None, body="a\n\x1b[31mb"), Level.DEBUG, None),
+    ],
+)
+def test_the_line_of_an_answer_over_http(event: events.HttpAnswered, level: Level, text: str | None) -> None:
+    (line,) = LogFormatter().lines(event)
+    assert line.level is level
+    if text is None:
+        assert line.text.endswith(r"body a\n\x1b[31mb")
+    else:
+        assert line.text == text
 
 
 def test_waiting_preemption_and_errors_are_told() -> None:

@@ -1,0 +1,65 @@
+"""The outermost layer: every request gets an id and a record, is in the books until it is over, and HEAD works wherever GET does."""
+
+import itertools
+import re
+import secrets
+
+from server.asgi_types import App, Message, Receive, Scope, Send, header_of
+from server.ledger import GENERATION_PATHS, RECORD_KEY, RequestRecord
+from server.phase import Phase
+from server.service import Service
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]+")
+
+
+class AccessLayer:
+    """Gives `record_of(scope)` to whoever answers, puts `x-request-id` on every answer and closes the record when it is over."""
+
+    def __init__(self, app: App, service: Service) -> None:
+        self._app, self._service = app, service
+        self._prefix, self._numbers = f"req-{secrets.token_hex(4)}", itertools.count()
+        """An id of ours never meets another process's."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service = self._service
+        method: str = scope["method"]
+        record = RequestRecord(
+            request_id=self._request_id(scope),
+            method=method,
+            path="",
+            received_s=service.clocks.monotonic(),
+            is_generation=method == "POST" and scope["path"].rstrip("/") in GENERATION_PATHS,
+        )
+        # The server's own scope keeps HEAD, and sends no body because of it.
+        inner: Scope = {**scope, "method": "GET" if method == "HEAD" else method, RECORD_KEY: record}
+        is_complete = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal is_complete
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                ours = [(b"x-request-id", record.request_id.encode())]
+                if service.phase is Phase.DRAINING:
+                    ours.append((b"connection", b"close"))  # the client's next request is for another server
+                message = {**message, "headers": [*message.get("headers", ()), *ours]}
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                is_complete = True
+            await send(message)
+
+        service.ledger.begin(record)
+        try:
+            await self._app(inner, receive, send_with_id)
+        finally:
+            record.path = inner.get("path_template") or ""
+            service.ledger.close(record, is_complete=is_complete)
+
+    def _request_id(self, scope: Scope) -> str:
+        """The client's, if it is a word of a fair length."""
+        given = header_of(scope, b"x-request-id")
+        if given and len(given) <= self._service.config.limits.max_request_id_chars and _REQUEST_ID.fullmatch(given):
+            return given.decode("ascii")
+        return f"{self._prefix}-{next(self._numbers)}"

@@ -1,0 +1,57 @@
+"""`jaxpaged run-batch IN.jsonl OUT.jsonl`: OpenAI's batch files, answered by an engine in this process."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpaged.cli_parser import load_options
+from jaxpaged.config import Config
+from jaxpaged.errors import ConfigError
+from jaxpaged.events import Sink
+from jaxpaged.sinks import open_log
+from server.command import make_async_llm
+
+if TYPE_CHECKING:
+    from jaxpaged.engine_client import EngineClient
+
+
+def run(args: argparse.Namespace, make_engine: Callable[[Config, Sequence[Sink]], "EngineClient"] = make_async_llm) -> int:
+    """See `jaxpaged.commands`. The status is 0 if every line was answered with 200, else 1.
+
+    Raises:
+        JaxpagedError: the options or a file are at fault, or the model cannot be loaded.
+    """
+    config = load_options(args).config
+    if args.concurrency < 1:
+        raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
+    source, target = Path(args.input).expanduser(), Path(args.output).expanduser()
+    try:
+        if source.exists() and target.exists() and source.samefile(target):
+            raise ConfigError(f"{args.output!r} is the file that is read: name another one for the answers")
+        with source.open("rb") as lines, target.open("wb") as out:
+            import asyncio
+
+            from server.app import create_app
+            from server.auth import ApiKeys
+            from server.batch import run_batch
+            from server.front import behind_front
+            from server.service import Service
+
+            log = open_log(config.log)
+            try:
+                service = Service(config, sinks=[log])
+                engine = make_engine(config, [service.emit])
+                try:
+                    service.attach(engine)
+                    app = behind_front(create_app(service), service, ApiKeys(()))
+                    counts = asyncio.run(run_batch(app, lines, out.write, concurrency=args.concurrency))
+                finally:
+                    engine.close()
+            finally:
+                log.close()
+    except OSError as error:
+        raise ConfigError(f"{error.filename or args.output!r}: {error.strerror}") from error
+    sys.stderr.write(f"{counts.completed} answered, {counts.failed} failed or refused\n")
+    return 0 if counts.failed == 0 else 1

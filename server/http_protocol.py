@@ -1,0 +1,211 @@
+"""One HTTP connection: uvicorn's, with limits on what a client may send and on how long it may take, for sending as for reading."""
+
+import asyncio
+import http
+import socket
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from jaxpaged.config import ServerConfig
+from jaxpaged.errors import BadRequestError, HeadersTooLargeError, JaxpagedError, SlowRequestError, TooManyConnectionsError
+from server.error_body import error_body, error_headers
+
+LINGER_S = 1.0
+"""After a refusal the client is read from for so long: a connection closed at once may lose what was written to it."""
+MAX_PIPELINED = 16
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A connection. Who sends too much is told so and closed; who takes too long, too; who does not read is cut off.
+
+    Args:
+        options: the limits.
+    """
+
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], options: ServerConfig) -> None:
+        super().__init__(config=config, server_state=server_state, app_state=app_state)
+        self._options = options
+        self._deadline: asyncio.TimerHandle | None = None
+        """When the head, or the body, must be there."""
+        self._patience: asyncio.TimerHandle | None = None
+        """When a client that does not read is cut off."""
+        self._is_in_head, self._head_bytes = True, 0
+        self._is_refused = False
+        self._refusal: JaxpagedError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=self._options.send_buffer)
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._options.send_buffer)
+        if len(self.connections) > 2 * self._options.max_connections:
+            self._is_refused = True
+            transport.abort()
+        elif len(self.connections) > self._options.max_connections:
+            limit = self._options.max_connections
+            self._refuse(TooManyConnectionsError(f"{limit} connections are open, and more are not served; try again a little later"))
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        for timer in (self._deadline, self._patience, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        self._is_refused = True
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._deadline is None:
+                self._expect_head()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or BadRequestError("what came is no HTTP request that can be read"))
+        except httptools.HttpParserUpgrade:
+            pass  # answered as a plain request: nothing else is spoken here
+        if self._is_in_head and self._head_bytes > self._options.max_header_size and not self._is_refused:
+            self._refuse(self._head_too_large("more"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is there."""
+        super().on_header(name, value)
+        if len(self.headers) > self._options.max_headers:
+            self._refusal = HeadersTooLargeError(
+                f"a request may have {self._options.max_headers} headers at most (server.max_headers), got more"
+            )
+            raise self._refusal
+
+    def on_headers_complete(self) -> None:
+        """The head is there to its end."""
+        size = len(self.parser.get_method()) + len(self.url) + len(" HTTP/1.1\r\n") + 1 + len("\r\n")
+        size += sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+        if size > self._options.max_header_size:
+            self._refusal = self._head_too_large(f"{size} bytes")
+            raise self._refusal
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = BadRequestError(f"{MAX_PIPELINED} requests wait on this connection, and more are not taken")
+            raise self._refusal
+        self._is_in_head = False
+        self._arm(self._options.body_timeout_s)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is there to its end."""
+        self._is_in_head, self._head_bytes = True, 0
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written to its end."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._cut_off_later()
+
+    def send_400_response(self, msg: str) -> None:
+        """Overrides uvicorn's plain text."""
+        self._refuse(BadRequestError(msg))
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than is written."""
+        super().pause_writing()
+        if self._patience is None:
+            self._patience = self.loop.call_later(self._options.slow_client_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No request has come for a while."""
+        if not self.transport.is_closing():
+            self.close()
+
+    def shutdown(self) -> None:
+        """The server ends: a connection without a request is closed, another one after its answer."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._cut_off_later()
+
+    def close(self) -> None:
+        """Closes once all that was written is read, and does not wait for ever for that."""
+        self.transport.close()
+        self._cut_off_later()
+
+    @property
+    def _has_answer_to_give(self) -> bool:
+        """Whether a request that came whole is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def _cut_off_later(self) -> None:
+        if self.transport.get_write_buffer_size() and self._patience is None:
+            self._patience = self.loop.call_later(self._options.slow_client_timeout_s, self.transport.abort)
+
+    def _expect_head(self) -> None:
+        self._arm(self._options.header_timeout_s)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, self._on_deadline)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self._is_in_head and self._has_answer_to_give:
+            self._expect_head()  # whoever waits for an answer may take its time with the next request
+        elif self._is_in_head and not self._head_bytes:
+            self.close()
+        else:
+            part, seconds = ("headers", self._options.header_timeout_s) if self._is_in_head else ("body", self._options.body_timeout_s)
+            self._refuse(SlowRequestError(f"the {part} of the request did not come within {seconds:g} seconds"))
+
+    def _head_too_large(self, size: str) -> HeadersTooLargeError:
+        limit = self._options.max_header_size
+        return HeadersTooLargeError(
+            f"the first line and the headers of a request may have {limit} bytes (server.max_header_size), got {size}"
+        )
+
+    def _refuse(self, error: JaxpagedError) -> None:
+        """Takes nothing more from this client. An answer that is owed to an earlier request is written first, and then it is closed."""
+        self._is_refused = True
+        self._disarm()
+        self._unset_keepalive_if_required()
+        self.parser = None  # type: ignore[assignment]
+        cycle = self.cycle
+        if self._has_answer_to_give:
+            cycle.keep_alive = False
+            return
+        if cycle is not None and cycle.more_body:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.close()
+                return
+        status, body = error.http_status, error_body(error)
+        lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode()]
+        lines += [name + b": " + value + b"\r\n" for name, value in (*self.server_state.default_headers, *error_headers(error))]
+        lines += [b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body), body]
+        self.transport.write(b"".join(lines))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._patience = self.loop.call_later(LINGER_S, self.transport.abort)
+        else:
+            self.close()

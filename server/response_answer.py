@@ -1,0 +1,149 @@
+"""The bodies of one response, whole and as events."""
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import msgspec
+
+from jaxpaged.engine_client import EngineClient
+from jaxpaged.errors import JaxpagedError
+from jaxpaged.request import FinishReason, RequestOutput
+from server.choices import TokenNames, chat_logprobs
+from server.errors import told_error
+from server.generation import Job, Outputs
+from server.ledger import End
+from server.protocol.responses import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputLogprob,
+    OutputMessage,
+    OutputText,
+    OutputTokenLogprob,
+    ResponseEvent,
+    ResponseFault,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from server.requests import Asked
+from server.response_store import StoredResponse
+from server.tally import Tally
+
+
+class ResponseAnswer:
+    """Makes them, and keeps the stored response up to date.
+
+    Args:
+        asked: the request.
+        job: what the engine is asked for.
+        stored: the response, in progress.
+        engine: for names of tokens.
+        has_logprobs: log-probabilities were asked for.
+    """
+
+    def __init__(
+        self, asked: Asked[ResponsesRequest], job: Job, stored: StoredResponse, engine: EngineClient, *, has_logprobs: bool
+    ) -> None:
+        self._asked, self._stored = asked, stored
+        self._tally = Tally(asked.record, job)
+        self._names = TokenNames(engine.get_tokenizer().special_ids)
+        self._num_top = asked.body.top_logprobs or 0 if has_logprobs else 0
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._num_events = 0
+
+    def whole(self, output: RequestOutput) -> ResponseObject:
+        """The answer at once."""
+        self._tally.take([(0, output)])
+        (completion,) = output.outputs
+        self._settle(completion.text, self._logprobs(completion), is_cut=completion.finish_reason is FinishReason.LENGTH)
+        self._tally.finish()
+        return self._stored.response
+
+    def cancelled(self) -> ResponseObject:
+        """The response that somebody has cancelled."""
+        self._asked.record.end = End.ABORTED
+        return self._stored.response
+
+    async def events(self, outputs: AsyncIterator[Outputs]) -> AsyncGenerator[bytes]:
+        """The answer as a stream: it begins with `response.created`, and ends with the whole response in any case."""
+        stored = self._stored
+        yield self._event("response.created", response=stored.response)
+        yield self._event("response.in_progress", response=stored.response)
+        at: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        empty = OutputMessage(id=self._item_id, status="in_progress", content=[])
+        yield self._event("response.output_item.added", output_index=0, item=empty)
+        yield self._event("response.content_part.added", **at, part=OutputText(text=""))
+        texts: list[str] = []
+        logprobs: list[OutputTokenLogprob] = []
+        is_cut = False
+        try:
+            async for batch in outputs:
+                if stored.is_cancelled:
+                    break
+                self._tally.take(batch)
+                completion = batch[0][1].outputs[0]
+                new = self._logprobs(completion)
+                texts.append(completion.text)
+                logprobs += new
+                is_cut |= completion.finish_reason is FinishReason.LENGTH
+                if completion.text or new:
+                    yield self._event("response.output_text.delta", **at, delta=completion.text, logprobs=new)
+        except JaxpagedError as error:
+            if not stored.is_cancelled:
+                yield self._event(*self._failed(error))
+                return
+        if stored.is_cancelled:
+            yield self._event("response.incomplete", response=self.cancelled())
+            return
+        self._settle("".join(texts), logprobs, is_cut=is_cut)
+        (item,) = stored.response.output
+        yield self._event("response.output_text.done", **at, text=item.content[0].text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **at, part=item.content[0])
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{stored.response.status}", response=stored.response)
+        self._tally.finish()
+
+    def _failed(self, error: JaxpagedError) -> tuple[str, ResponseObject]:
+        told = told_error(error)
+        self._asked.record.end, self._asked.record.code = End.FAILED, told.code
+        fault = ResponseFault("rate_limit_exceeded" if told.http_status == 429 else "server_error", told.message)
+        self._stored.response = msgspec.structs.replace(self._stored.response, status="failed", error=fault)
+        return "response.failed", self._stored.response
+
+    def _settle(self, text: str, logprobs: list[OutputTokenLogprob], *, is_cut: bool) -> None:
+        """The response is complete, or as complete as it was to become."""
+        usage = self._tally.usage()
+        status: Any = "incomplete" if is_cut else "completed"
+        item = OutputMessage(id=self._item_id, status=status, content=[OutputText(text=text, logprobs=logprobs)])
+        self._stored.response = msgspec.structs.replace(
+            self._stored.response,
+            status=status,
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            output=[item],
+            usage=ResponseUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                output_tokens=usage.completion_tokens,
+                total_tokens=usage.total_tokens,
+            ),
+        )
+
+    def _logprobs(self, completion: Any) -> list[OutputTokenLogprob]:
+        told = chat_logprobs(completion, self._num_top, self._names)
+        if told is None:
+            return []
+        return [
+            OutputTokenLogprob(
+                entry.token,
+                entry.logprob,
+                entry.bytes or [],
+                [OutputLogprob(top.token, top.logprob, top.bytes or []) for top in entry.top_logprobs],
+            )
+            for entry in told.content
+        ]
+
+    def _event(self, kind: str, response: ResponseObject | Any = msgspec.UNSET, **fields: Any) -> bytes:
+        made = ResponseEvent(type=kind, sequence_number=self._num_events, response=response, **fields)
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(made) + b"\n\n"

@@ -1,0 +1,197 @@
+"""POST /v1/completions."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from litestar import Request, Response, post
+from litestar.handlers import HTTPRouteHandler
+from msgspec import UNSET
+
+from jaxpaged.engine_client import EngineClient
+from jaxpaged.errors import InvalidRequestError
+from jaxpaged.intake import Prompt
+from jaxpaged.request import CompletionOutput, Logprob, RequestOutput
+from server.choices import LegacyLogprobs, TokenNames, finish_reason, prompt_logprobs
+from server.generation import Job, Outputs, check_length, cut_prompt, end_of, last_outputs, unless_client_leaves
+from server.operations import GENERATION_STATUSES, Operation
+from server.protocol.bodies import BodyReader
+from server.protocol.completions import CompletionChoice, CompletionRequest, CompletionResponse
+from server.protocol.fields import COMPLETIONS
+from server.protocol.generation import make_timings
+from server.requests import (
+    FINGERPRINT,
+    Asked,
+    Reception,
+    check_limits,
+    check_logprobs,
+    check_prompt_logprobs,
+    json_response,
+    sampling_params,
+)
+from server.streaming import DONE, event
+from server.tally import Tally, started_stream
+
+DEFAULT_MAX_TOKENS: Final = 16
+
+OPERATION: Final = Operation(
+    summary="Continue one prompt or several",
+    tag="OpenAI",
+    body=CompletionRequest,
+    answer=CompletionResponse,
+    chunk=CompletionResponse,
+    statuses=GENERATION_STATUSES,
+)
+
+
+def completion_routes(reception: Reception) -> list[HTTPRouteHandler]:
+    """The handler of the path."""
+    reader = BodyReader(CompletionRequest, COMPLETIONS)
+
+    @post("/v1/completions", status_code=200, opt={"operation": OPERATION}, name="create_completion")
+    async def create_completion(request: Request[Any, Any, Any]) -> Response[bytes]:
+        asked = await reception.read(request, reader, prefix="cmpl-")
+        engine = reception.service.ready_engine()
+        job = await unless_client_leaves(request.receive, completion_job(asked, engine, reception))
+        answer = _Answer(asked, job, engine)
+        if asked.body.stream:
+            return await started_stream(request, engine, job, asked, answer.events, reception.service)
+        outputs = await unless_client_leaves(request.receive, last_outputs(engine, job))
+        return json_response(answer.whole(outputs), asked.headers)
+
+    return [create_completion]
+
+
+async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, reception: Reception) -> Job:
+    """What the engine is asked for. Raises JaxpagedError for what it cannot be."""
+    body = asked.body
+    prompts = split_prompts(body.prompt)
+    config = reception.service.config
+    check_limits(body, len(prompts), config.limits)
+    check_logprobs("logprobs", body.logprobs, config)
+    check_prompt_logprobs(body, config)
+    params = sampling_params(
+        body,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=_num_prompt_logprobs(body),
+    )
+    adds_special = body.add_special_tokens is not False
+    many = await asyncio.gather(*(engine.prompt_ids(prompt, add_special_tokens=adds_special) for prompt in prompts))
+    most = engine.max_model_len - (body.max_tokens or 1)
+    many = [cut_prompt(ids, body.truncate_prompt_tokens, most) for ids in many]
+    for index, ids in enumerate(many):
+        if not ids:
+            at = f" {index}" if len(many) > 1 else ""
+            raise InvalidRequestError(f"The prompt{at} is empty: give at least one token", param="prompt")
+    check_length("prompt", many, "max_tokens", body.max_tokens, engine.max_model_len)
+    return Job(request_id=asked.name, prompts=many, params=params, priority=body.priority or 0, cache_salt=body.cache_salt)
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """How many likeliest tokens are to be told of each token of the prompt: an echo has log-probabilities as the answer has."""
+    asked = [number for number in (body.prompt_logprobs, body.logprobs if body.echo else None) if number is not None]
+    return max(asked, default=None)
+
+
+def split_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> list[Prompt]:
+    """One prompt or many, as a list: a list of integers is one. Raises InvalidRequestError for an empty or a mixed list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError(f"{field} is an empty list: give at least one", param=field)
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequestError(
+            f"{field} is a text, a list of texts, a list of token ids or a list of such lists, not a mixture", param=field
+        )
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+class _Answer:
+    """Makes the bodies of one answer. The answers of prompt `i` have the indices `i * n` to `i * n + n - 1`."""
+
+    def __init__(self, asked: Asked[CompletionRequest], job: Job, engine: EngineClient) -> None:
+        body = asked.body
+        self._asked, self._body, self._job = asked, body, job
+        tokenizer = engine.get_tokenizer()
+        skips = job.params.skip_special_tokens
+        self._echoes = [tokenizer.decode(ids, skip_special_tokens=skips) if body.echo else "" for ids in job.prompts]
+        names = TokenNames(tokenizer.special_ids if skips else frozenset[int](), bool(body.return_tokens_as_token_ids))
+        # An echo's own tokens are told first, from the beginning of the text on.
+        offsets = [0 if body.logprobs is not None else len(echo) for echo in self._echoes]
+        self._logprobs = [LegacyLogprobs(body.logprobs or 0, names, tokenizer, offset) for offset in offsets for _ in range(job.params.n)]
+        self._prompt_logprobs: list[list[dict[int, Logprob] | None] | None] = [None] * len(job.prompts)
+        self._is_begun = [False] * len(self._logprobs)
+
+    def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
+        """The answer at once."""
+        asked = self._asked
+        tally = Tally(asked.record, self._job)
+        tally.take(list(enumerate(outputs)))
+        tally.finish(end_of(outputs))
+        self._prompt_logprobs = [output.prompt_logprobs for output in outputs]
+        choices = [self._choice(index, completion) for index, output in enumerate(outputs) for completion in output.outputs]
+        timings = make_timings(*tally.timing_values()) if self._body.timings else UNSET
+        return msgspec.structs.replace(self._blank(), choices=choices, usage=tally.usage(), timings=timings)
+
+    async def events(self, outputs: AsyncIterator[Outputs]) -> AsyncGenerator[bytes]:
+        """The answer as a stream."""
+        body, options = self._body, self._body.stream_options
+        has_usage = bool(options and options.include_usage)
+        has_running_usage = bool(options and options.continuous_usage_stats)
+        tally = Tally(self._asked.record, self._job)
+        blank = msgspec.structs.replace(self._blank(), usage=None if has_usage else UNSET)
+        num_open = len(self._job.prompts)
+        async for batch in outputs:
+            tally.take(batch)
+            for index, output in batch:
+                if output.prompt_logprobs is not None:
+                    self._prompt_logprobs[index] = output.prompt_logprobs
+            num_open -= sum(output.finished for _, output in batch)
+            choices = [
+                self._choice(index, made) for index, output in batch for made in output.outputs if self._is_worth_telling(index, made)
+            ]
+            if choices:
+                usage = tally.usage() if has_running_usage else blank.usage
+                timings = make_timings(*tally.timing_values()) if body.timings and not (num_open or has_usage) else UNSET
+                yield event(msgspec.structs.replace(blank, choices=choices, usage=usage, timings=timings))
+        if has_usage:
+            timings = make_timings(*tally.timing_values()) if body.timings else UNSET
+            yield event(msgspec.structs.replace(blank, usage=tally.usage(), timings=timings))
+        tally.finish()
+        yield DONE
+
+    def _blank(self) -> CompletionResponse:
+        asked = self._asked
+        return CompletionResponse(id=asked.name, created=asked.created, model=asked.model, choices=[], system_fingerprint=FINGERPRINT)
+
+    def _is_worth_telling(self, prompt_index: int, completion: CompletionOutput) -> bool:
+        is_first = not self._is_begun[self._index(prompt_index, completion)]
+        has_more = bool(completion.text or completion.logprobs or self._body.return_token_ids)
+        return has_more or finish_reason(completion) is not None or (is_first and bool(self._body.echo))
+
+    def _choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:
+        index, reason = self._index(prompt_index, completion), finish_reason(completion)
+        is_first, self._is_begun[index] = not self._is_begun[index], True
+        prompt_ids, told = self._job.prompts[prompt_index], self._prompt_logprobs[prompt_index]
+        token_ids: list[int] = completion.token_ids
+        logprobs: Sequence[dict[int, Logprob] | None] | None = completion.logprobs
+        if is_first and self._body.echo and logprobs is not None and told is not None:
+            token_ids, logprobs = [*prompt_ids, *token_ids], [*told, *logprobs]
+        return CompletionChoice(
+            index=index,
+            text=self._echoes[prompt_index] + completion.text if is_first else completion.text,
+            logprobs=self._logprobs[index].take(token_ids, logprobs),
+            finish_reason=reason,  # type: ignore[arg-type]
+            stop_reason=completion.stop_reason if reason is not None else UNSET,
+            token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
+            prompt_token_ids=prompt_ids if self._body.return_token_ids and is_first else UNSET,
+            prompt_logprobs=(prompt_logprobs(told) or UNSET) if self._body.prompt_logprobs is not None else UNSET,
+        )
+
+    def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        return prompt_index * self._job.params.n + completion.index

@@ -1,0 +1,292 @@
+"""A live server on the loopback: a scripted engine behind the whole app, and a client that validates and counts all it gets.
+
+In-process clients read whole streams before they return, so everything here goes over real sockets.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxpaged import events
+from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.config import Config, LogConfig
+from jaxpaged.model_runner import Runner
+from jaxpaged.tokenizer import Tokenizer
+from server.app import create_app
+from server.auth import ApiKeys
+from server.ledger import End
+from server.service import Service
+from tests.fakes import EventLog, FailingRunner, ScriptRunner
+from tests.openai.validate import errors
+from tests.script import free_talk
+from tests.scripted_client import scripted_async_llm
+from tests.server.door_server import TIMEOUT_S, DoorServer, wait_until
+
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score")
+
+SCHEMAS = {
+    "/v1/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
+    "/v1/completions": ("CreateCompletionResponse", "CreateCompletionStreamResponse"),
+    "/v1/embeddings": ("CreateEmbeddingResponse", ""),
+    "/v1/models": ("ListModelsResponse", ""),
+    "/v1/responses": ("Response", "ResponseStreamEvent"),
+}
+"""Path -> OpenAI's names of what it answers, and of its events."""
+
+
+def printable_ids(tokenizer: Tokenizer) -> list[int]:
+    """Ids of the bytes that are ASCII letters, digits and the space."""
+    wanted = {bytes([byte]) for byte in b"abcdefghijklmnopqrstuvwxyz 0123456789"}
+    return [index for index in range(3, tokenizer.vocab_size) if tokenizer.token_bytes[index] in wanted]
+
+
+def talker(tokenizer: Tokenizer, **limits: int) -> ScriptRunner:
+    """A device that says letters, which hang on all that came before."""
+    keep = set(printable_ids(tokenizer))
+    avoid = [index for index in range(tokenizer.vocab_size) if index not in keep]
+    return ScriptRunner(free_talk(tokenizer.vocab_size, avoid=avoid), vocab=tokenizer.vocab_size, **limits)
+
+
+class Reply(NamedTuple):
+    """What the server answered."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body, or the events of a stream without the last one."""
+        if self.is_stream:
+            return [json.loads(line) for line in self.data if line != b"[DONE]"]
+        return strict_json(self.content)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it came as events."""
+        return self.headers.get("content-type") == "text/event-stream"
+
+    @property
+    def data(self) -> list[bytes]:
+        """What follows `data: ` in each event."""
+        return [line.removeprefix(b"data: ") for line in self.content.split(b"\n") if line.startswith(b"data: ")]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object; fails if there is another thing."""
+        body = self.json
+        assert list(body) == ["error"], body
+        return dict(body["error"])
+
+    @property
+    def text(self) -> str:
+        """Of the first answer, of either kind of body."""
+        return self.texts[0]
+
+    @property
+    def texts(self) -> list[str]:
+        """Of all answers."""
+        found: dict[int, str] = {}
+        for body in self.json if self.is_stream else [self.json]:
+            for choice in body["choices"]:
+                piece = choice["text"] if "text" in choice else (choice.get("delta") or choice.get("message"))["content"]
+                found[choice["index"]] = found.get(choice["index"], "") + piece
+        return [found[index] for index in sorted(found)]
+
+
+def strict_json(content: bytes) -> Any:
+    """JSON without NaN and Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} in a body")
+
+    return json.loads(content, parse_constant=refuse)
+
+
+class LiveServer:
+    """A server of its own engine, in threads of this process.
+
+    Args:
+        engine: behind it.
+        service: the books.
+        log: every event of the engine and the server.
+        runner: the device.
+    """
+
+    def __init__(self, engine: AsyncLLM, service: Service, log: EventLog, runner: Runner) -> None:
+        self.engine, self.service, self.log, self.runner = engine, service, log, runner
+        self.counts: Counter[str] = Counter()
+        self.num_prompts = self.num_unsure = 0
+        self.door = DoorServer(service, create_app(service), ApiKeys(()), None)  # type: ignore[arg-type]
+        self.port = self.door.port
+
+    def close(self) -> None:
+        """Stops serving."""
+        self.door.close()
+
+    def request(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
+        """One request on a connection of its own; the answer is validated and counted."""
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        given = {"content-type": "application/json"} if raw is not None else {}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, path, raw, given | dict(headers or {}))
+            response = connection.getresponse()
+            reply = Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+        self._validate(method, path, reply)
+        if reply.status == 200 and raw is not None:
+            body = json.loads(raw)
+        self._count(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
+        return reply
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        """POST of JSON."""
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str, **headers: str) -> Reply:
+        """GET."""
+        return self.request("GET", path, None, headers)
+
+    def chat(self, content: Any = "hello", **fields: Any) -> Reply:
+        """A conversation of one message, greedy and short unless said otherwise."""
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8, **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def complete(self, prompt: Any = "hello", **fields: Any) -> Reply:
+        """A prompt, greedy and short unless said otherwise."""
+        return self.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields})
+
+    def open(self, path: str, body: Any, *, receive_buffer: int | None = None) -> socket.socket:
+        """Sends a request and leaves the answer unread; whoever calls closes the socket, and says so with `left`."""
+        raw = json.dumps(body).encode()
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(("127.0.0.1", self.port))
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        return connection
+
+    def left(self, number: int = 1) -> None:
+        """That many clients have left before their answer was complete."""
+        self.counts[End.ABORTED] += number
+        self.num_unsure += number
+
+    def stream_until(self, path: str, body: Any, is_enough: Callable[[bytes], bool]) -> socket.socket:
+        """Opens a stream and reads until the bytes so far are enough."""
+        connection, seen = self.open(path, body), b""
+        while not is_enough(seen):
+            piece = connection.recv(65536)
+            assert piece, f"the stream ended: {seen!r}"
+            seen += piece
+        return connection
+
+    def after_check(self) -> None:
+        """Client, server and engine agree on how everything ended, nothing is left, and the engine answers as ever."""
+        wait_until(lambda: self.service.ledger.num_open == 0 and not self.engine._engine.has_work)
+        ends = {end.value: number for end, number in self.service.ledger.ends().items()}
+        assert ends == {end.value: self.counts[end.value] for end in End}, "the client counted otherwise than the server"
+        answered = [event for event in self.log.of(events.HttpAnswered) if event.end]
+        assert Counter(event.end for event in answered) == +Counter(ends), "events tell otherwise than the books"
+        registry = self.service.metrics.registry
+        told = {end: registry.get_sample_value("jaxpaged_http_ends_total", {"end": end}) or 0 for end in ends}
+        assert told == ends, "the metrics tell otherwise than the books"
+        finished = self.log.of(events.RequestFinished)
+        assert sorted(event.request_id for event in finished) == sorted(event.request_id for event in self.log.of(events.RequestQueued))
+        assert len(self.log.of(events.RequestReceived)) == len(self.log.of(events.RequestRejected)) + len(finished)
+        num_done = sum(event.reason in ("stop", "length") for event in finished)
+        # Who leaves may have had an answer that was complete, but for being sent.
+        assert self.num_prompts <= num_done <= self.num_prompts + self.num_unsure
+        engine = self.engine._engine
+        if not engine.is_dead:
+            assert (engine.scheduler.num_running, engine.scheduler.num_waiting, engine.pages.num_in_use) == (0, 0, 0)
+            engine.scheduler.check()
+
+    def _validate(self, method: str, path: str, reply: Reply) -> None:
+        assert reply.headers["x-request-id"]
+        if method == "HEAD":
+            assert reply.content == b""
+            return
+        if reply.status >= 400:
+            assert errors("ErrorResponse", strict_json(reply.content)) == [], reply.content
+            text = reply.content.decode()
+            assert "Traceback" not in text
+            assert ".py" not in text
+            assert ("retry-after" in reply.headers) == (reply.status in (429, 503))
+            if "retry-after" in reply.headers:
+                assert 1 <= int(reply.headers["retry-after"]) <= 30
+            assert (reply.headers.get("x-should-retry") == "false") == (reply.status >= 500 and reply.status != 503)
+            return
+        whole, chunk = SCHEMAS.get(path.split("?")[0], ("", ""))
+        if reply.is_stream:
+            assert b"\r" not in reply.content
+            assert reply.content.endswith(b"\n\n")
+            for body in reply.json:
+                schema = "ErrorResponse" if "error" in body and "type" not in body else chunk
+                assert errors(schema, body) == [], body
+        elif whole:
+            assert errors(whole, strict_json(reply.content)) == [], reply.content
+
+    def _count(self, method: str, path: str, reply: Reply, n: int) -> None:
+        if method != "POST" or path.split("?")[0] not in GENERATION:
+            return
+        end, num_answers = end_of(reply)
+        self.counts[end] += 1
+        self.num_prompts += num_answers // n
+        if end in (End.FAILED, End.REJECTED, End.REFUSED, End.ABORTED):
+            self.num_unsure += 256
+
+
+def end_of(reply: Reply) -> tuple[End, int]:
+    """How a client sees that its request ended, and how many answers it got."""
+    if reply.status in (429, 503):
+        return End.REFUSED, 0
+    if reply.status >= 400:
+        return (End.REJECTED if reply.status < 500 else End.FAILED), 0
+    bodies = reply.json if reply.is_stream else [reply.json]
+    if bodies and "choices" not in bodies[-1] and (response := bodies[-1].get("response", bodies[-1])).get("object") == "response":
+        ends = {"completed": End.STOP, "incomplete": End.LENGTH, "cancelled": End.ABORTED, "failed": End.FAILED}
+        return ends[response["status"]], len(response["output"])
+    if "data" in bodies[0]:  # embeddings and scores
+        return End.STOP, len(bodies[0]["data"])
+    if any(body.get("error") for body in bodies):
+        return End.FAILED, 0
+    if reply.is_stream and b"[DONE]" not in reply.data:
+        raise AssertionError("a stream without an end")
+    choices = [choice for body in bodies for choice in body.get("choices", ()) if choice["finish_reason"]]
+    reasons = {choice["finish_reason"] for choice in choices}
+    prompts = {choice["index"] for choice in choices}
+    assert reasons <= {"stop", "length"}
+    return (End.LENGTH if "length" in reasons else End.STOP), len(prompts)
+
+
+@contextlib.contextmanager
+def live_server(
+    tokenizer: Tokenizer, runner: Runner | None = None, config: Config | None = None, *, eos_token_ids: Sequence[int] = (2,)
+) -> Iterator[LiveServer]:
+    """A server over a scripted device; the books are checked at the end."""
+    log = EventLog()
+    config = config or Config(log=LogConfig(level="error"))
+    service = Service(config, sinks=(log,))
+    runner = runner or talker(tokenizer)
+    with scripted_async_llm(runner, tokenizer, eos_token_ids=eos_token_ids, config=config, sinks=(service.emit,)) as engine:
+        service.attach(engine)
+        server = LiveServer(engine, service, log, runner)
+        try:
+            yield server
+            server.after_check()
+        finally:
+            server.close()
+
+
+def slowed(runner: Runner, seconds: float) -> FailingRunner:
+    """The same device, each of whose steps takes so much longer."""
+    return FailingRunner(runner, before=lambda _: time.sleep(seconds))

@@ -1,0 +1,248 @@
+"""Streams over real sockets: framing, silence, errors on the way, clients that leave and clients that do not read."""
+
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from jaxpaged import events
+from jaxpaged.config import Config, LogConfig, ServerConfig
+from jaxpaged.tokenizer import Tokenizer
+from server.ledger import End
+from tests.fakes import FailingRunner
+from tests.script import follow
+from tests.server.door_server import wait_until
+from tests.server.live import LiveServer, live_server, slowed, talker
+from tests.text.vocabularies import id_of
+
+pytestmark = pytest.mark.jax
+
+LONG = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 400, "temperature": 0}
+
+
+def read_all(connection: socket.socket) -> bytes:
+    content = b""
+    with connection:
+        while piece := connection.recv(65536):
+            content += piece
+    return content
+
+
+def chunks(content: bytes) -> bytes:
+    """The body of an answer in chunks."""
+    _, _, rest = content.partition(b"\r\n\r\n")
+    body = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body
+
+
+def test_events_are_separated_by_two_line_feeds_and_nothing_else(server: LiveServer) -> None:
+    reply = server.chat("frames", stream=True)
+    assert b"\r" not in reply.content
+    parts = reply.content.split(b"\n\n")
+    assert parts[-1] == b""
+    assert parts[-2] == b"data: [DONE]"
+    assert all(part.startswith(b"data: {") and b"\n" not in part for part in parts[:-2])
+
+
+def test_one_event_per_step_of_the_engine(server: LiveServer) -> None:
+    before = len(server.log.of(events.StepFinished))
+    reply = server.chat("steps", stream=True, n=4, max_tokens=12)
+    server.after_check()
+    num_steps = len(server.log.of(events.StepFinished)) - before
+    assert len(reply.json) <= num_steps <= 20
+    assert all(len({choice["index"] for choice in chunk["choices"]}) == len(chunk["choices"]) for chunk in reply.json)
+    assert {choice["index"] for chunk in reply.json for choice in chunk["choices"]} == {0, 1, 2, 3}
+
+
+def test_the_role_comes_once_for_each_answer_and_the_reason_last(server: LiveServer) -> None:
+    reply = server.chat("roles", stream=True, n=2, max_tokens=5)
+    for index in (0, 1):
+        own = [choice for chunk in reply.json for choice in chunk["choices"] if choice["index"] == index]
+        assert [choice["delta"].get("role") for choice in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+
+
+def test_the_answer_ends_at_once_and_the_connection_goes_on(server: LiveServer) -> None:
+    connection = server.open("/v1/chat/completions", {**LONG, "max_tokens": 3, "stream": True})
+    with connection:
+        content = b""
+        while not content.endswith(b"0\r\n\r\n"):
+            content += connection.recv(65536)
+        assert chunks(content).endswith(b"data: [DONE]\n\n")
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    server.counts[End.LENGTH] += 1
+    server.num_prompts += 1
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("is_reset", [True, False])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_client_that_leaves_frees_its_pages_within_a_second(slow_server: LiveServer, is_streamed: bool, is_reset: bool, n: int) -> None:
+    body = {**LONG, "stream": is_streamed, "n": n}
+    if is_streamed:
+        connection = slow_server.stream_until("/v1/chat/completions", body, lambda seen: seen.count(b"data: ") >= 2)
+    else:
+        connection = slow_server.open("/v1/chat/completions", body)
+        wait_until(lambda: slow_server.engine._engine.pages.num_in_use > 0)
+    if is_reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    connection.close()
+    slow_server.left()
+    begun_s = time.monotonic()
+    wait_until(lambda: not slow_server.engine._engine.has_work and slow_server.engine._engine.pages.num_in_use == 0)
+    assert time.monotonic() - begun_s < 1.0
+
+
+def test_clients_that_leave_while_they_wait(slow_server: LiveServer) -> None:
+    """Some run, the others are in the queue; all of them leave, and the next one is served."""
+    connections = [slow_server.open("/v1/completions", {"prompt": f"{i}", "max_tokens": 300, "stream": i % 2 == 0}) for i in range(20)]
+    wait_until(lambda: slow_server.engine._engine.num_unfinished == 20)
+    for connection in connections:
+        connection.close()
+    slow_server.left(20)
+    assert slow_server.chat("next").status == 200
+
+
+def test_two_hundred_clients_that_leave_in_a_row(server: LiveServer) -> None:
+    for index in range(200):
+        server.open("/v1/completions", {"prompt": [5, 6, 7, 3 + index], "max_tokens": 400, "stream": index % 3 > 0}).close()
+    server.left(200)
+    assert server.chat("next").status == 200
+
+
+@pytest.fixture(scope="module")
+def slow_module_server(chat_tokenizer: Tokenizer) -> Any:
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(ping_interval_s=0.2))
+    with live_server(chat_tokenizer, slowed(talker(chat_tokenizer), 0.01), config) as server:
+        yield server
+
+
+@pytest.fixture
+def slow_server(slow_module_server: LiveServer) -> Any:
+    yield slow_module_server
+    slow_module_server.after_check()
+
+
+def test_silence_is_filled_with_comments(chat_tokenizer: Tokenizer) -> None:
+    """A step that takes long, at the beginning and in the middle of an answer."""
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(ping_interval_s=0.1))
+    runner = FailingRunner(talker(chat_tokenizer), before=lambda step: time.sleep(0.5 if step in (1, 4) else 0))
+    with live_server(chat_tokenizer, runner, config) as server:
+        reply = server.chat("quiet", stream=True)
+        assert reply.content.startswith(b": ping\n\n")
+        assert reply.content.count(b": ping\n\n") >= 4
+        assert b": ping\n\ndata" in reply.content.partition(b"data: {")[2]
+        assert len(reply.text) == 8
+
+
+def test_an_error_on_the_way_is_an_event_and_the_end(chat_tokenizer: Tokenizer) -> None:
+    """A row without an id: its stream ends with the error object and without [DONE]; whoever waits for a whole answer gets a 500."""
+    is_bad = False
+    runner = FailingRunner(talker(chat_tokenizer), without_id=lambda step, row: is_bad and row == 0)
+    with live_server(chat_tokenizer, slowed(runner, 0.01)) as server:
+        connection = server.stream_until("/v1/chat/completions", {**LONG, "stream": True}, lambda seen: seen.count(b"data: ") >= 3)
+        is_bad = True
+        content = b""
+        begun_s = time.monotonic()
+        while not content.endswith(b"0\r\n\r\n"):
+            content += connection.recv(65536)
+        assert time.monotonic() - begun_s < 1.0
+        connection.close()
+        server.counts[End.FAILED] += 1
+        server.num_unsure += 1
+        *_, last = chunks(b"\r\n\r\n" + content).strip().split(b"\n\n")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["type"], error["code"]) == ("server_error", "request_failed")
+        whole = server.chat("and whole")
+        assert (whole.status, whole.error["code"], whole.headers["x-should-retry"]) == (500, "request_failed", "false")
+        is_bad = False
+        assert server.chat("others go on").status == 200
+
+
+def test_an_engine_that_dies_tells_everybody(chat_tokenizer: Tokenizer) -> None:
+    is_dead = False
+
+    def before(_: int) -> None:
+        time.sleep(0.01)
+        if is_dead:
+            raise ZeroDivisionError("secret/path.py")
+
+    with live_server(chat_tokenizer, FailingRunner(talker(chat_tokenizer), before=before)) as server:
+        connection = server.stream_until("/v1/chat/completions", {**LONG, "stream": True}, lambda seen: seen.count(b"data: ") >= 3)
+        is_dead = True
+        content = b""
+        while not content.endswith(b"0\r\n\r\n"):
+            content += connection.recv(65536)
+        connection.close()
+        server.counts[End.FAILED] += 1
+        server.num_unsure += 1
+        assert b'"code":"engine_dead"' in content
+        assert b"secret" not in content
+        later = server.chat("too late")
+        assert (later.status, later.error["code"]) == (503, "engine_dead")
+
+
+def test_bad_parameters_of_a_stream_are_an_answer_of_their_own(server: LiveServer) -> None:
+    for fields in ({"n": 0}, {"max_tokens": 10_000}, {"temperature": -1}, {"logit_bias": {"99999": 1}}, {"stop_token_ids": [-1]}):
+        reply = server.chat("x", stream=True, **fields)
+        assert (reply.status, reply.headers["content-type"]) == (400, "application/json")
+
+
+def test_a_client_that_does_not_read_is_bounded_and_dropped(chat_tokenizer: Tokenizer) -> None:
+    """Its events are not even made while it does not read; the engine goes on for others, and its time runs out."""
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(slow_client_timeout_s=0.5))
+    runner = slowed(talker(chat_tokenizer, max_model_len=8192, num_pages=600), 0.0005)
+    with live_server(chat_tokenizer, runner, config) as server:
+        body = {**LONG, "max_tokens": 7000, "stream": True, "logprobs": True, "top_logprobs": 20}
+        connection = server.open("/v1/chat/completions", body, receive_buffer=4096)
+        wait_until(lambda: server.engine._engine.num_unfinished == 1)
+        assert server.chat("neighbour").status == 200
+        begun_s = time.monotonic()
+        wait_until(lambda: server.service.ledger.num_open == 0)
+        assert time.monotonic() - begun_s < 5.0
+        server.left()
+        connection.close()
+
+
+def test_a_slow_reader_gets_everything_in_fewer_events(chat_tokenizer: Tokenizer) -> None:
+    runner = slowed(talker(chat_tokenizer, max_model_len=8192, num_pages=600), 0.0005)
+    with live_server(chat_tokenizer, runner) as server:
+        body = {**LONG, "max_tokens": 250, "logprobs": True, "top_logprobs": 20}
+        whole = server.post("/v1/chat/completions", body)
+        connection = server.open("/v1/chat/completions", {**body, "stream": True}, receive_buffer=4096)
+        wait_until(lambda: server.engine._engine.num_unfinished == 1)
+        wait_until(lambda: server.engine._engine.num_unfinished == 0)
+        content = b""
+        while not content.endswith(b"0\r\n\r\n"):
+            content += connection.recv(65536)
+        connection.close()
+        server.counts[End.LENGTH] += 1
+        server.num_prompts += 1
+        made = [json.loads(part.removeprefix(b"data: ")) for part in chunks(content).split(b"\n\n") if part.startswith(b"data: {")]
+        assert len(made) < 200
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in made) == whole.text
+        logprobs = [entry for chunk in made for entry in chunk["choices"][0]["logprobs"]["content"]]
+        assert logprobs == whole.json["choices"][0]["logprobs"]["content"]
+
+
+def test_characters_of_several_tokens_arrive_whole(chat_tokenizer: Tokenizer) -> None:
+    text = "naïve – 東京タワー 🧑🏽‍🚀 नमस्ते ď"
+    ids = [id_of(chat_tokenizer, bytes([byte])) for byte in text.encode()]
+    runner = talker(chat_tokenizer)
+    runner.next_id = follow({(): [*ids, 2]})
+    prompt = [5, 6, 7]
+    runner.next_id = follow({tuple(prompt): [*ids, 2]})
+    with live_server(chat_tokenizer, runner) as server:
+        whole = server.complete(prompt, max_tokens=200)
+        assert (whole.text, whole.json["choices"][0]["finish_reason"]) == (text, "stop")
+        streamed = server.complete(prompt, max_tokens=200, stream=True)
+        assert streamed.text == text
+        assert all("\ufffd" not in choice["text"] for chunk in streamed.json for choice in chunk["choices"])
+        told = server.complete(prompt, max_tokens=200, logprobs=3)
+        assert told.text == text
