@@ -1,5 +1,6 @@
 """Set-up on a fresh machine: finding a Python, lock files without addresses, and one wheel that holds everything."""
 
+import json
 import os
 import re
 import shutil
@@ -184,7 +185,20 @@ def test_no_tracked_file_names_a_package_index() -> None:
     hosts += [".".join(parts) for parts in (("deb", "debian", "org"), ("download", "pytorch", "org"), ("conda", "anaconda", "org"))]
     named = re.compile("|".join(re.escape(host) for host in hosts).encode())
     assert [str(path.relative_to(ROOT)) for path in tracked_files() if named.search(path.read_bytes())] == []
-    assert not [path for path in tracked_files() if path.name in {"uv.lock", "poetry.lock", "package-lock.json"}]
+    assert not [path for path in tracked_files() if path.name in {"uv.lock", "poetry.lock"}]
+
+
+@pytest.mark.parametrize("client", ["openai_node", "ai_sdk"])
+def test_a_lock_of_npm_has_hashes_and_no_addresses(client: str) -> None:
+    path = ROOT / "tests" / "clients" / client / "package-lock.json"
+    assert path in list(tracked_files())
+    own, *packages = json.loads(path.read_text(encoding="utf-8"))["packages"].values()
+    assert own["dependencies"] == json.loads(path.with_name("package.json").read_text(encoding="utf-8"))["dependencies"]
+    assert packages
+    for package in packages:
+        assert package["integrity"].startswith("sha512-")
+        assert "resolved" not in package
+        assert "hasInstallScript" not in package
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,13 +117,17 @@ class LiveServer:
         service: the books.
         log: every event of the engine and the server.
         runner: the device.
+        keys: any of them opens it; none: it is open.
+        tls: None: plain.
     """
 
-    def __init__(self, engine: AsyncLLM, service: Service, log: EventLog, runner: Runner) -> None:
+    def __init__(
+        self, engine: AsyncLLM, service: Service, log: EventLog, runner: Runner, keys: Sequence[str] = (), tls: ssl.SSLContext | None = None
+    ) -> None:
         self.engine, self.service, self.log, self.runner = engine, service, log, runner
         self.counts: Counter[str] = Counter()
         self.num_prompts = self.num_unsure = 0
-        self.door = DoorServer(service, create_app(service), ApiKeys(()), None)  # type: ignore[arg-type]
+        self.door = DoorServer(service, create_app(service), ApiKeys(keys), tls)  # type: ignore[arg-type]
         self.port = self.door.port
 
     def close(self) -> None:
@@ -270,7 +275,13 @@ def end_of(reply: Reply) -> tuple[End, int]:
 
 @contextlib.contextmanager
 def live_server(
-    tokenizer: Tokenizer, runner: Runner | None = None, config: Config | None = None, *, eos_token_ids: Sequence[int] = (2,)
+    tokenizer: Tokenizer,
+    runner: Runner | None = None,
+    config: Config | None = None,
+    *,
+    eos_token_ids: Sequence[int] = (2,),
+    keys: Sequence[str] = (),
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[LiveServer]:
     """A server over a scripted device; the books are checked at the end."""
     log = EventLog()
@@ -279,7 +290,7 @@ def live_server(
     runner = runner or talker(tokenizer)
     with scripted_async_llm(runner, tokenizer, eos_token_ids=eos_token_ids, config=config, sinks=(service.emit,)) as engine:
         service.attach(engine)
-        server = LiveServer(engine, service, log, runner)
+        server = LiveServer(engine, service, log, runner, keys, tls)
         try:
             yield server
             server.after_check()
