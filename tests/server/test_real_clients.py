@@ -167,3 +167,22 @@ def test_lm_eval_finds_the_scores_of_the_library(cache: Path, base_url: str) -> 
     for (_, _, logprob, is_greedy), score in zip(rows, scores, strict=True):
         assert math.isclose(logprob, score.logprob, rel_tol=0, abs_tol=1e-4)
         assert is_greedy == score.is_greedy
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's tokenizer as transformers reads it: load generators count tokens on their side."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer.from_gguf(smollm2_path, folder)
+    made = folder / "made"
+    made.mkdir()
+    tokenizer._backend.save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
+    return made
+
+
+@pytest.mark.tier("long", area="server")
+@pytest.mark.parametrize("name", ["aiperf", "inference_perf"])
+def test_load_generators(cache: Path, base_url: str, tokenizer_folder: Path, name: str) -> None:
+    """They prepare their load from the tokenizer, and see no failed request."""
+    assert run_python(cache, name, f"{name}_client", base_url, MODEL, str(tokenizer_folder)) == "passed"
