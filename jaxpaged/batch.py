@@ -10,7 +10,8 @@ Axes (every annotated array of the project uses these words and no others):
     heads       query heads
     kv_heads    key/value heads
     head_dim    numbers per head
-    half_dim    half of head_dim: angles of the rotary embedding
+    half_dim    half of the turned part of head_dim: angles of the rotary embedding
+    ropes       tables of rotary angles that layers choose from
     embed       width of the residual stream
     ffw         width of the feed-forward block
     vocab       rows of the embedding and of the head

@@ -39,6 +39,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # a variable may have any name
         messages: Any,
         *,
         add_generation_prompt: bool,
@@ -81,7 +82,8 @@ class ChatTemplate:
         is_set = {name: value for name, value in variables.items() if value is not None or name not in self._tokens}
         try:
             return run_within(
-                self.timeout_s, lambda: self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **is_set)
+                self.timeout_s,
+                lambda: self._template.render({**is_set, "messages": messages, "add_generation_prompt": add_generation_prompt}),
             )
         except TimeUpError:
             raise ChatTemplateError(

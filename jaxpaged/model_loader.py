@@ -11,7 +11,7 @@ from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
-from jaxpaged.models import Family, find_family, make_config
+from jaxpaged.models import Family, find_architecture, load_family, make_config
 from jaxpaged.step_program import LoadedModel
 
 DTYPES = {
@@ -23,6 +23,7 @@ DTYPES = {
 }
 
 _COMPARED_ROWS = 1024
+_HEAD = "head.weight"
 
 
 class DescribedModel(NamedTuple):
@@ -56,11 +57,13 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
         CheckpointError: its config is malformed.
         UnsupportedModelError: an architecture or variant that we do not run.
     """
-    family = find_family(checkpoint.hf_config)
+    architecture = find_architecture(checkpoint.hf_config)
+    family = load_family(architecture)
+    max_model_len = config.max_model_len if isinstance(config.max_model_len, int) else None
     dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
     return DescribedModel(
         family=family,
-        config=make_config(family, _hf_config(checkpoint, family), dtype),
+        config=make_config(architecture, _hf_config(checkpoint, family), dtype, max_model_len),
         generation_config=checkpoint.generation_config,
         eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
     )
@@ -78,7 +81,7 @@ def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     """The checkpoint's config. As in transformers, a head that differs from the embedding wins over `tie_word_embeddings`."""
     names = {path: name for name, (path, _) in family.WEIGHTS.items()}
-    head, embedding = names.get("head.weight"), names["embedding.weight"]
+    head, embedding = names.get(_HEAD), names["embedding.weight"]
     found = checkpoint.names()
     if head is None or head not in found or embedding not in found or not checkpoint.hf_config["tie_word_embeddings"]:
         return checkpoint.hf_config
@@ -105,7 +108,8 @@ def _load(checkpoint: Checkpoint, family: Any, model_config: Any, num_threads: i
     leaves, treedef = jax.tree.flatten(state)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     expected = dict(zip(paths, leaves, strict=True))
-    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, num_threads=num_threads)
+    # A model with tied embeddings may have its head in the file all the same.
+    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, may_be_unread=(_HEAD,), num_threads=num_threads)
     # On CPU the aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
     params = tuple(jax.device_put(filled.pop(path), may_alias=True) for path in paths)
     return LoadedModel(family, model_config, graphdef, treedef, params)

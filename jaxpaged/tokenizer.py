@@ -120,6 +120,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
+        /,  # a variable may have any name
         messages: Any,
         *,
         add_generation_prompt: bool = True,

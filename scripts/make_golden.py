@@ -1,10 +1,11 @@
-"""Makes the files in tests/golden/ with Hugging Face transformers and torch, which the project itself never needs.
+"""Makes the files of SmolLM2 in tests/golden/ with Hugging Face transformers and torch, which the project itself never needs.
 
 In an environment of its own (the versions are those that made the files in the tree):
 
     python3.11 -m venv /tmp/golden
     /tmp/golden/bin/pip install torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 ml_dtypes==0.6.0
     /tmp/golden/bin/python scripts/make_golden.py SmolLM2-135M-Instruct.Q4_1.gguf
+    /tmp/golden/bin/python scripts/make_golden_tiny.py    # those of the tiny models: needs no file
 
 The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m` it lies in the cache folder. Files:
 
@@ -15,7 +16,6 @@ The GGUF file is the one of the default model; after `jaxpaged pull smollm2-135m
     smollm2_scores.json     log-likelihoods of two-choice items, and log-probabilities of the tokens of some prompts with the 5 likeliest
     smollm2_beams.json      what beam search with 4 beams finds for ten of the prompts (stopped at the end token), and how close it was
     smollm2_embeddings.npz  for some of the prompts, the mean of the last hidden states after the final norm, and the last of them
-    <family>_logits.npz     logits of the tiny models in tests/models/cases.py
 
 Everything is computed in float32 on the CPU.
 """
@@ -24,7 +24,6 @@ import argparse
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ import transformers
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.cases import FAMILY_CASES, GOLDEN, VARIANT_CASES, Case  # noqa: E402
+from tests.models.cases import GOLDEN  # noqa: E402
 
 NUM_NEW_TOKENS = 64
 ID_STRIDE = 16
@@ -331,23 +330,6 @@ def make_searches(path: Path) -> None:
     write_json(GOLDEN / "smollm2_beams.json", content)
 
 
-def make_tiny_models() -> None:
-    by_file: dict[Path, dict[str, np.ndarray]] = {}
-    for case in (*FAMILY_CASES, *VARIANT_CASES):
-        by_file.setdefault(case.golden_path, {})[case.name] = tiny_logits(case)
-    for path, logits in by_file.items():
-        save_npz(path, logits)
-
-
-def tiny_logits(case: Case) -> np.ndarray:
-    with tempfile.TemporaryDirectory() as folder:
-        case.write(folder, **case.options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-        logits = logits_at(model, case.token_ids, case.positions)
-    print(f"{case.name}: {logits.shape}, rms {np.sqrt(np.mean(logits**2)):.3f}", flush=True)
-    return logits
-
-
 def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     np.savez_compressed(path, **arrays)
     print(f"{path}: {path.stat().st_size} bytes")
@@ -370,16 +352,12 @@ def gguf_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2-135M-Instruct.Q4_1.gguf; not needed with --only tiny")
-    parser.add_argument("--only", choices=("smollm2", "scores", "searches", "tiny"), help="make a part of the files")
+    parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--only", choices=("smollm2", "scores", "searches"), help="make a part of the files")
     args = parser.parse_args()
-    if args.gguf is None and args.only != "tiny":
-        parser.error("name the GGUF file, or give --only tiny")
     torch.set_num_threads(1)  # sums in one order, however many cores there are
     GOLDEN.mkdir(exist_ok=True)
     with torch.inference_mode():
-        if args.only in (None, "tiny"):
-            make_tiny_models()
         if args.only in (None, "smollm2"):
             make_smollm2(args.gguf)
         if args.only in (None, "scores"):

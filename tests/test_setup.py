@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BASH = shutil.which("bash") or "/bin/bash"
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+CLIENTS = ROOT / "tests" / "clients"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -163,7 +164,7 @@ def test_the_locks_are_the_promised_ones() -> None:
         assert pins["base"].items() <= pins[name].items(), "tests run on what users run"
 
 
-@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*LOCKS, *sorted(CLIENTS.glob("*.lock"))], ids=lambda path: path.stem)
 def test_a_lock_has_hashes_and_no_address_path_or_torch(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "://" not in text
@@ -190,8 +191,8 @@ def test_no_tracked_file_names_a_package_index() -> None:
 
 @pytest.mark.parametrize("client", ["openai_node", "ai_sdk"])
 def test_a_lock_of_npm_has_hashes_and_no_addresses(client: str) -> None:
-    path = ROOT / "tests" / "clients" / client / "package-lock.json"
-    assert path in list(tracked_files())
+    path = CLIENTS / client / "package-lock.json"
+    assert path in tracked_files()
     own, *packages = json.loads(path.read_text(encoding="utf-8"))["packages"].values()
     assert own["dependencies"] == json.loads(path.with_name("package.json").read_text(encoding="utf-8"))["dependencies"]
     assert packages
@@ -199,6 +200,19 @@ def test_a_lock_of_npm_has_hashes_and_no_addresses(client: str) -> None:
         assert package["integrity"].startswith("sha512-")
         assert "resolved" not in package
         assert "hasInstallScript" not in package
+
+
+def test_the_docs_name_the_clients_that_are_tried() -> None:
+    tried = set()
+    for path in {*CLIENTS.glob("*.in")} - {CLIENTS / "node.in"}:
+        name = re.split(r"[^a-z0-9-]", path.read_text(encoding="utf-8"))[0]
+        (version,) = re.findall(rf"^{name}==(\S+)", path.with_suffix(".lock").read_text(encoding="utf-8"), re.MULTILINE)
+        tried.add(f"{name} {version}")
+    for path in CLIENTS.glob("*/package-lock.json"):
+        packages = json.loads(path.read_text(encoding="utf-8"))["packages"]
+        tried |= {f"{name} {packages[f'node_modules/{name}']['version']}" for name in packages[""]["dependencies"]}
+    named_in_docs = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert {client for client in tried if f"| {client} |" not in named_in_docs} == set()
 
 
 @pytest.fixture(scope="module")

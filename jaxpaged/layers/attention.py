@@ -1,5 +1,7 @@
 """Grouped-query attention over the paged cache."""
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -8,26 +10,53 @@ from jaxpaged.batch import StepBatch
 from jaxpaged.kv_cache import KVCache, write
 from jaxpaged.layers.kv_places import KVPlace
 from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope
 from pallas_kernels.paged_attention import paged_attention
 
 
 class Attention(nnx.Module):
-    """Projects, rotates, writes the new keys and values into their pages, attends, projects back."""
+    """Projects, rotates, writes the new keys and values into their pages, attends, projects back.
 
-    def __init__(self, embed: int, heads: int, kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike) -> None:
-        self.q = Linear(embed, heads * head_dim, dtype)
-        self.k = Linear(embed, kv_heads * head_dim, dtype)
-        self.v = Linear(embed, kv_heads * head_dim, dtype)
-        self.o = Linear(heads * head_dim, embed, dtype)
+    Args:
+        has_qkv_bias, has_out_bias: whether those projections have one.
+        norm: makes the norms of queries and keys, which come before the rotation, from the width they norm; None: there are none.
+        norms_whole_rows: whether those take all heads of a token together, or each head alone.
+        scale: of the scores; None: `head_dim ** -0.5`.
+        soft_cap: of the scores.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: jax.typing.DTypeLike,
+        *,
+        has_qkv_bias: bool = False,
+        has_out_bias: bool = False,
+        norm: Callable[[int], RMSNorm] | None = None,
+        norms_whole_rows: bool = False,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        self.q = Linear(embed, heads * head_dim, dtype, has_bias=has_qkv_bias)
+        self.k = Linear(embed, kv_heads * head_dim, dtype, has_bias=has_qkv_bias)
+        self.v = Linear(embed, kv_heads * head_dim, dtype, has_bias=has_qkv_bias)
+        self.o = Linear(heads * head_dim, embed, dtype, has_bias=has_out_bias)
+        self.q_norm = norm and norm(heads * head_dim if norms_whole_rows else head_dim)
+        self.k_norm = norm and norm(kv_heads * head_dim if norms_whole_rows else head_dim)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.norms_whole_rows, self.soft_cap = norms_whole_rows, soft_cap
+        self.scale = head_dim**-0.5 if scale is None else scale
 
     def __call__(
         self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope, place: KVPlace
     ) -> tuple[Float[Array, "tokens embed"], KVCache]:
         num_tokens = x.shape[0]
-        q = rope.rotate(self.q(x).reshape(num_tokens, self.heads, self.head_dim))
-        k = rope.rotate(self.k(x).reshape(num_tokens, self.kv_heads, self.head_dim))
+        q = rope.rotate(self._in_heads(self.q(x), self.heads, self.q_norm))
+        k = rope.rotate(self._in_heads(self.k(x), self.kv_heads, self.k_norm))
         v = self.v(x).reshape(num_tokens, self.kv_heads, self.head_dim)
         cache = write(cache, k, v, place.layer, batch.write_pages[place.group], batch.write_offsets)
         attended = paged_attention(
@@ -39,7 +68,14 @@ class Attention(nnx.Module):
             batch.cu_q_lens,
             layer=place.layer,
             group=place.group,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             sliding_window=place.window,
+            soft_cap=self.soft_cap,
         )
         return self.o(attended.reshape(num_tokens, -1)), cache
+
+    def _in_heads(self, x: Float[Array, "tokens in"], num_heads: int, norm: RMSNorm | None) -> Float[Array, "tokens heads head_dim"]:
+        if norm is not None and self.norms_whole_rows:
+            x = norm(x)
+        x = x.reshape(x.shape[0], num_heads, self.head_dim)
+        return x if norm is None or self.norms_whole_rows else norm(x)

@@ -14,20 +14,28 @@ def matmul(x: Float[Array, "rows in"], weight: Float[Array, "out in"]) -> Float[
 
 
 class Linear(nnx.Module):
-    """A linear map without bias."""
+    """A linear map, with a bias or without."""
 
-    def __init__(self, num_in: int, num_out: int, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(self, num_in: int, num_out: int, dtype: jax.typing.DTypeLike, *, has_bias: bool = False) -> None:
         self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if has_bias else None
 
     def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-        return matmul(x, self.weight[...]).astype(x.dtype)
+        mapped = matmul(x, self.weight[...])
+        return (mapped if self.bias is None else mapped + self.bias[...]).astype(x.dtype)
 
 
 class Embedding(nnx.Module):
-    """Token ids to rows of the residual stream; the same table can serve as the head."""
+    """Token ids to rows of the residual stream; the same table can serve as the head.
 
-    def __init__(self, vocab: int, embed: int, dtype: jax.typing.DTypeLike) -> None:
+    Args:
+        scale: multiplies the rows, rounded to their type first; None: they stay as they are.
+    """
+
+    def __init__(self, vocab: int, embed: int, dtype: jax.typing.DTypeLike, *, scale: float | None = None) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab, embed), dtype))
+        self.scale = scale
 
     def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
-        return self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
+        rows = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
+        return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)

@@ -1,19 +1,37 @@
 """Feed-forward blocks."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.layers.linear import Linear
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {"silu": nnx.silu, "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True)}
+)
+"""By the names in config.json."""
+
+
+def known_activation(name: str) -> str:
+    """The name itself. Raises UnsupportedModelError for one that is not in `ACTIVATIONS`."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {name!r:.60} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}")
+    return name
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
+    """SwiGLU, or GeGLU with another activation (Shazeer 2020): `down(activation(gate(x)) * up(x))`."""
 
-    def __init__(self, embed: int, ffw: int, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(self, embed: int, ffw: int, dtype: jax.typing.DTypeLike, *, activation: str = "silu") -> None:
         self.gate = Linear(embed, ffw, dtype)
         self.up = Linear(embed, ffw, dtype)
         self.down = Linear(ffw, embed, dtype)
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

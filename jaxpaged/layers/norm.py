@@ -8,13 +8,20 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square normalization, computed in float32 (Zhang & Sennrich 2019)."""
+    """Root mean square normalization, computed in float32 (Zhang & Sennrich 2019).
 
-    def __init__(self, embed: int, eps: float, dtype: jax.typing.DTypeLike) -> None:
+    Args:
+        offset: added to the weight; 1 in models whose weights are kept around 0.
+        is_scaled_wide: whether the weight multiplies in float32, before the result is rounded to x's type, or after.
+    """
+
+    def __init__(self, embed: int, eps: float, dtype: jax.typing.DTypeLike, *, offset: float = 0.0, is_scaled_wide: bool = False) -> None:
         self.weight = nnx.Param(jnp.zeros((embed,), dtype))
-        self.eps = eps
+        self.eps, self.offset, self.is_scaled_wide = eps, offset, is_scaled_wide
 
-    def __call__(self, x: Float[Array, "rows embed"]) -> Float[Array, "rows embed"]:
+    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         wide = x.astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.is_scaled_wide:
+            return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.weight[...]

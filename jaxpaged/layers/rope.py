@@ -4,24 +4,50 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int32
+
+from jaxpaged.layers.rope_frequencies import RopePlan, RopeTable
 
 
 class Rope(NamedTuple):
-    """Cosine and sine of every token's angles; made once per step and shared by all layers."""
+    """Cosine and sine of every token's angles, times the table's magnitude."""
 
     cos: Float[Array, "tokens half_dim"]
     sin: Float[Array, "tokens half_dim"]
 
     def rotate(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
-        """Turns each pair (x[i], x[i + head_dim / 2]) by its token's angle, in float32."""
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        """Turns each pair (x[i], x[i + half_dim]) by its token's angle, in float32; dimensions from 2 * half_dim on stay as they are."""
+        num_turned = 2 * self.cos.shape[-1]
+        first, second = jnp.split(x[..., :num_turned].astype(jnp.float32), 2, axis=-1)
         cos, sin = self.cos[:, None], self.sin[:, None]
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        return turned if num_turned == x.shape[-1] else jnp.concatenate([turned, x[..., num_turned:]], axis=-1)
 
 
-def make_rope(positions: Int32[Array, "tokens"], head_dim: int, theta: float) -> Rope:
-    """Angles `position * theta ** (-2 i / head_dim)` of the default rope."""
-    frequencies = 1.0 / (theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)))
-    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    return Rope(jnp.cos(angles), jnp.sin(angles))
+class Ropes(NamedTuple):
+    """The angles of all tables of a model, made once per step; each layer takes its own. Data, so that a stack is traced once."""
+
+    cos: Float[Array, "ropes tokens half_dim"]
+    sin: Float[Array, "ropes tokens half_dim"]
+    table_of: Int32[Array, "layers"]
+
+    def of(self, layer: Int32[Array, ""]) -> Rope:
+        """The angles of one layer, by its index in the model."""
+        if self.cos.shape[0] == 1:
+            return Rope(self.cos[0], self.sin[0])
+        table = self.table_of[layer]
+        return Rope(*(lax.dynamic_index_in_dim(angles, table, keepdims=False) for angles in (self.cos, self.sin)))
+
+
+def make_ropes(positions: Int32[Array, "tokens"], plan: RopePlan) -> Ropes:
+    """Cosines and sines for every table; all have as many frequencies."""
+    ropes = [_make_rope(positions, table) for table in plan.tables]
+    cos, sin = jnp.stack([rope.cos for rope in ropes]), jnp.stack([rope.sin for rope in ropes])
+    return Ropes(cos, sin, jnp.asarray(plan.table_of, jnp.int32))
+
+
+def _make_rope(positions: Int32[Array, "tokens"], table: RopeTable) -> Rope:
+    angles = positions.astype(jnp.float32)[:, None] * np.asarray(table.frequencies, np.float32)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return Rope(cos, sin) if table.magnitude == 1 else Rope(cos * table.magnitude, sin * table.magnitude)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 import numpy as np
 
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES
+
 if TYPE_CHECKING:
     from jaxpaged.loading.sources import ModelFiles
 
@@ -20,7 +22,7 @@ class StoredTensor(NamedTuple):
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """An open model file or folder. Tensor names and layouts are Hugging Face's; nothing is read before it is asked for.
+    """An open model file or folder. Names and layouts are Hugging Face's, projections apart; nothing is read before it is asked for.
 
     Attributes:
         hf_config: config.json in the settled form of `model_config.settle`; for a GGUF file built from its metadata.
@@ -74,6 +76,20 @@ def open_checkpoint(files: "ModelFiles") -> Checkpoint:
         CheckpointError: a file is missing, cut or malformed; the message names it.
         UnsupportedModelError: an architecture, rope type, quantization or file format that is known and not run.
     """
+    from jaxpaged.loading.split_tensors import split_fused
+
+    checkpoint = _open(files)
+    names = checkpoint.hf_config["architectures"]
+    if not any(name in HF_ARCHITECTURES and HF_ARCHITECTURES[name].is_fused for name in names):
+        return checkpoint
+    try:
+        return split_fused(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _open(files: "ModelFiles") -> Checkpoint:
     if files.kind == "gguf":
         from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 

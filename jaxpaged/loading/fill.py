@@ -1,7 +1,7 @@
 """Fills a model's parameters from a checkpoint, by the model's table of names and patterns."""
 
 import concurrent.futures
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -48,16 +48,18 @@ def fill(
     expected: Mapping[str, ShapeDtype],
     axis_sizes: Mapping[str, int],
     *,
+    may_be_unread: Collection[str] = (),
     num_threads: int = 1,
 ) -> dict[str, np.ndarray]:
     """Reads every expected parameter exactly once.
 
     Args:
         weights_table: checkpoint name -> (parameter path, einops pattern "tensor -> parameter"). A name with `{layer}` stands for
-            `axis_sizes["layers"]` tensors, stacked on a leading axis of the parameter. An entry whose parameter is not expected names
-            tensors that may be there and are not read, such as the head of a model with tied embeddings.
+            `axis_sizes["layers"]` tensors, stacked on a leading axis of the parameter. Entries whose parameter is not expected are those
+            of other variants; their tensors are refused like any other unknown one.
         expected: parameter path -> shape and type to keep it in.
         axis_sizes: sizes of the axes in the patterns, and "layers".
+        may_be_unread: parameter paths whose tensors may be there although the parameter is not expected.
         num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
 
     Returns:
@@ -69,7 +71,7 @@ def fill(
             values that the kept type cannot hold.
         ValueError: the table does not match the parameters (a fault of the model file, not of the checkpoint).
     """
-    copies, unread = _bind(weights_table, expected, axis_sizes)
+    copies, unread = _bind(weights_table, expected, axis_sizes, may_be_unread)
     _refuse_faults(checkpoint, copies, unread, axis_sizes)
     filled = {path: aligned_empty(like.shape, np.dtype(like.dtype)) for path, like in expected.items()}
 
@@ -97,7 +99,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _bind(
-    weights_table: Mapping[str, tuple[str, str]], expected: Mapping[str, ShapeDtype], axis_sizes: Mapping[str, int]
+    weights_table: Mapping[str, tuple[str, str]],
+    expected: Mapping[str, ShapeDtype],
+    axis_sizes: Mapping[str, int],
+    may_be_unread: Collection[str],
 ) -> tuple[list[_Copy], set[str]]:
     """The copies to make, and the names of tensors that may be there unread. Raises ValueError when table and parameters disagree."""
     copies: list[_Copy] = []
@@ -108,7 +113,7 @@ def _bind(
         layers = range(axis_sizes["layers"]) if is_stacked else (None,)
         bound = [_Copy(name_pattern.replace("{layer}", str(layer)), path, layer, pattern) for layer in layers]
         if path not in expected:
-            unread |= {copy.name for copy in bound}
+            unread |= {copy.name for copy in bound if path in may_be_unread}
             continue
         if path not in unfilled:
             raise ValueError(f"the weights table fills {path} twice")

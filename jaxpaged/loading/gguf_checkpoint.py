@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import NativeDtype, StoredTensor, some_of
-from jaxpaged.loading.gguf_config import ARCHITECTURES, GgufArchitecture, Metadata, read_hf_config
+from jaxpaged.loading.gguf_config import ARCHITECTURES, NAMES, ROPE_TENSORS, GgufArchitecture, Metadata, read_hf_config
 from jaxpaged.loading.gguf_header import GgufTensor, parse_gguf_header
 from jaxpaged.loading.mapped_file import MappedFile
 
@@ -42,10 +42,10 @@ class GgufCheckpoint:
                 raise UnsupportedModelError(f"{path}: GGUF architecture {name!r:.60} is not supported, only {', '.join(architectures)}")
             self._architecture = architectures[name]
             _refuse_storage(path, header.tensors)
-            rope_freqs = header.tensors.get("rope_freqs.weight")
+            rope_tensors = {name: self._rows(header.tensors[name]) for name in ROPE_TENSORS if name in header.tensors}
             self._tensors = _hf_names(path, self._architecture, header.tensors)
             shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-            self.hf_config = read_hf_config(self._architecture, metadata, shapes, None if rope_freqs is None else self._rows(rope_freqs))
+            self.hf_config = read_hf_config(self._architecture, metadata, shapes, rope_tensors)
             self._refuse_odd_heads()
         except BaseException:
             self.close()
@@ -68,7 +68,9 @@ class GgufCheckpoint:
         tensor = self._tensors[name]
         heads = self._interleaved_heads(name)
         if heads is None:
-            return self._rows(tensor, start, stop)
+            rows = self._rows(tensor, start, stop)
+            offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
+            return rows - np.float32(offset) if offset else rows
         # A row comes from anywhere in its head: read whole heads.
         head_dim = tensor.shape[0] // heads
         first, last = start // head_dim, -(-stop // head_dim)
@@ -144,18 +146,19 @@ def _hf_names(path: Path, architecture: GgufArchitecture, tensors: Mapping[str, 
     """Hugging Face name -> tensor; what has no name there keeps its own, so that a complaint about it can name it."""
     named: dict[str, GgufTensor] = {}
     for name, tensor in tensors.items():
-        if name == "rope_freqs.weight":
+        if name in ROPE_TENSORS:
             continue
         stem, _, kind = name.rpartition(".")
         block = stem.split(".", 2)
         if len(block) == 3 and block[0] == "blk" and block[2] in architecture.layer_names:
             named[f"model.layers.{block[1]}.{architecture.layer_names[block[2]]}.{kind}"] = tensor
-        elif stem in architecture.names:
-            named[f"{architecture.names[stem]}.{kind}"] = tensor
+        elif stem in NAMES:
+            named[f"{NAMES[stem]}.{kind}"] = tensor
         else:
             named[name] = tensor
-    if len(named) < len(tensors) - ("rope_freqs.weight" in tensors):
-        twice = tensors.keys() - {tensor.name for tensor in named.values()} - {"rope_freqs.weight"}
+    due = tensors.keys() - set(ROPE_TENSORS)
+    if len(named) < len(due):
+        twice = due - {tensor.name for tensor in named.values()}
         raise CheckpointError(f"{path} has {some_of(twice)} under two names")
     return named
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.gguf_header import MetadataValue
-from jaxpaged.loading.model_config import HfConfig, settle
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
+from jaxpaged.loading.model_config import settle
 
 _Scalar = TypeVar("_Scalar", int, float, str)
 
@@ -18,22 +20,27 @@ class GgufArchitecture(NamedTuple):
 
     `are_rotary_rows_interleaved`: llama.cpp's converter stores the q and k rows of a Llama with the halves of each head interleaved
     (its rope turns neighbouring pairs); those of other architectures it leaves alone.
+    `windowed_hf_architecture`: takes the other's place in a file that names a sliding window.
+    `norm_offset`: what the converter adds to the weights of norms.
+    `hf_keys`: further keys of the metadata -> of config.json; numbers.
+    `layers_scaled_by_width`: the layers of the one model of a family whose scores are scaled by embed / heads, by which llama.cpp knows it;
+    0: there is none.
     """
 
     hf_architecture: str
-    hf_model_type: str
-    hidden_act: str
-    names: Mapping[str, str]
     layer_names: Mapping[str, str]
-    are_rotary_rows_interleaved: bool
+    are_rotary_rows_interleaved: bool = False
+    windowed_hf_architecture: str | None = None
+    norm_offset: float = 0.0
+    hf_keys: Mapping[str, str] = MappingProxyType({})
+    layers_scaled_by_width: int = 0
 
 
-LLAMA = GgufArchitecture(
-    hf_architecture="LlamaForCausalLM",
-    hf_model_type="llama",
-    hidden_act="silu",
-    names={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-    layer_names={
+NAMES: Mapping[str, str] = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
+"""Of tensors outside layers, the same for all architectures."""
+
+_LAYER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
@@ -43,12 +50,47 @@ LLAMA = GgufArchitecture(
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
-    },
-    are_rotary_rows_interleaved=True,
+    }
+)
+_QK_NORMS: Mapping[str, str] = MappingProxyType({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+_OUT_NORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+_SOFT_CAPS: Mapping[str, str] = MappingProxyType(
+    {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 )
 
-ARCHITECTURES: Mapping[str, GgufArchitecture] = {"llama": LLAMA}
-"""`general.architecture` -> how to read it."""
+LLAMA = GgufArchitecture("LlamaForCausalLM", _LAYER_NAMES, are_rotary_rows_interleaved=True, windowed_hf_architecture="MistralForCausalLM")
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "qwen2": GgufArchitecture("Qwen2ForCausalLM", _LAYER_NAMES),
+        "gemma2": GgufArchitecture(
+            "Gemma2ForCausalLM", {**_LAYER_NAMES, **_OUT_NORMS}, norm_offset=1.0, hf_keys=_SOFT_CAPS, layers_scaled_by_width=46
+        ),
+        "gemma3": GgufArchitecture(
+            "Gemma3ForCausalLM",
+            {**_LAYER_NAMES, **_QK_NORMS, **_OUT_NORMS},
+            norm_offset=1.0,
+            hf_keys=MappingProxyType({"rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping"}),
+            layers_scaled_by_width=62,
+        ),
+        "phi3": GgufArchitecture(
+            "Phi3ForCausalLM",
+            {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        ),
+        "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
+    }
+)
+"""`general.architecture` -> how to read it. Mistral's files say `llama`."""
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Constants of rotary positions that stand in files as tensors: divisors of the frequencies."""
 
 
 class Metadata:
@@ -78,13 +120,13 @@ def read_hf_config(
     architecture: GgufArchitecture,
     metadata: Metadata,
     shapes: Mapping[str, tuple[int, ...]],
-    rope_freqs: np.ndarray | None,
+    rope_tensors: Mapping[str, np.ndarray],
 ) -> HfConfig:
     """Builds the config that Hugging Face would have for this file, settled.
 
     Args:
         shapes: of all tensors, by Hugging Face's names: they tell the vocabulary, tied embeddings and biases.
-        rope_freqs: values of rope_freqs.weight where the file has it, [head_dim / 2].
+        rope_tensors: values of those of `ROPE_TENSORS` that the file has, [turned part of head_dim / 2].
 
     Raises:
         CheckpointError: a key is missing or makes no sense.
@@ -102,14 +144,18 @@ def read_hf_config(
     heads = metadata.get(f"{prefix}.attention.head_count", int)
     hidden = metadata.get(f"{prefix}.embedding_length", int)
     head_dim = metadata.get(f"{prefix}.attention.key_length", int, hidden // heads if heads > 0 else 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    is_partial = HF_ARCHITECTURES[architecture.hf_architecture].partial_rotary
+    for key in ("attention.value_length",) if is_partial else ("attention.value_length", "rope.dimension_count"):
         if metadata.get(f"{prefix}.{key}", int, head_dim) != head_dim:
             raise UnsupportedModelError(f"{path}: {prefix}.{key} differs from the head size {head_dim}, which is not supported")
     theta = metadata.get(f"{prefix}.rope.freq_base", float, 10_000.0)
+    window = metadata.get(f"{prefix}.attention.sliding_window", int, 0)
+    hf_architecture = architecture.hf_architecture
+    if window and architecture.windowed_hf_architecture is not None:
+        hf_architecture = architecture.windowed_hf_architecture
     config: HfConfig = {
-        "architectures": [architecture.hf_architecture],
-        "model_type": architecture.hf_model_type,
-        "hidden_act": architecture.hidden_act,
+        "architectures": [hf_architecture],
+        "model_type": HF_ARCHITECTURES[hf_architecture].model_type,
         "hidden_size": hidden,
         "intermediate_size": metadata.get(f"{prefix}.feed_forward_length", int),
         "num_hidden_layers": metadata.get(f"{prefix}.block_count", int),
@@ -120,7 +166,7 @@ def read_hf_config(
         "max_position_embeddings": metadata.get(f"{prefix}.context_length", int),
         "rms_norm_eps": metadata.get(f"{prefix}.attention.layer_norm_rms_epsilon", float),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, prefix, head_dim, theta, rope_freqs),
+        "rope_scaling": _rope_scaling(metadata, prefix, head_dim, theta, rope_tensors),
         "attention_bias": any(name.endswith("self_attn.q_proj.bias") for name in shapes),
         "mlp_bias": any(name.endswith("mlp.up_proj.bias") for name in shapes),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
@@ -128,6 +174,20 @@ def read_hf_config(
         # Files of chat models name the end of a turn and of a message beside the end of the text.
         "eos_token_id": _token_ids(metadata, "eos", "eot", "eom"),
     }
+    if is_partial and head_dim > 0:
+        config["partial_rotary_factor"] = metadata.get(f"{prefix}.rope.dimension_count", int, head_dim) / head_dim
+    if metadata.has(original := f"{prefix}.rope.scaling.original_context_length"):
+        config["original_max_position_embeddings"] = metadata.get(original, int)
+    if window or HF_ARCHITECTURES[hf_architecture].default_window is not None:
+        config["sliding_window"] = window or None
+    if metadata.has(pattern := f"{prefix}.attention.sliding_window_pattern"):
+        config["sliding_window_pattern"] = metadata.get(pattern, int)
+    for key, hf_key in architecture.hf_keys.items():
+        if metadata.has(f"{prefix}.{key}"):
+            config[hf_key] = metadata.get(f"{prefix}.{key}", float)
+    if architecture.layers_scaled_by_width:
+        is_by_width = config["num_hidden_layers"] == architecture.layers_scaled_by_width
+        config["query_pre_attn_scalar"] = hidden // heads if is_by_width and heads > 0 else head_dim
     return settle(config, str(path))
 
 
@@ -138,18 +198,31 @@ def _token_ids(metadata: Metadata, *kinds: str) -> int | list[int] | None:
     return ids if len(ids) > 1 else ids[0] if ids else None
 
 
-def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, rope_freqs: np.ndarray | None) -> HfConfig | None:
+def _rope_scaling(metadata: Metadata, prefix: str, head_dim: int, theta: float, tensors: Mapping[str, np.ndarray]) -> HfConfig | None:
+    if "rope_factors_short.weight" in tensors or "rope_factors_long.weight" in tensors:
+        scaling: HfConfig = {"rope_type": "longrope"}
+        for key in ("short", "long"):
+            scaling[f"{key}_factor"] = tensors.get(f"rope_factors_{key}.weight", np.zeros(0)).ravel().tolist()
+        if metadata.has(magnitude := f"{prefix}.rope.scaling.attn_factor"):
+            scaling["attention_factor"] = metadata.get(magnitude, float)
+        return scaling
+    rope_freqs = tensors.get("rope_freqs.weight")
     kind = metadata.get(f"{prefix}.rope.scaling.type", str, "none")
     if kind != "none":
-        # The names are Hugging Face's own: linear, yarn, longrope.
-        return {"rope_type": kind, "factor": metadata.get(f"{prefix}.rope.scaling.factor", float, 1.0)}
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedModelError(f"{metadata.path}: rope type {kind!r:.60} is not supported in GGUF files")
+        named: HfConfig = {"rope_type": kind, "factor": metadata.get(f"{prefix}.rope.scaling.factor", float, 1.0)}
+        if kind == "yarn":
+            if metadata.get(f"{prefix}.rope.scaling.attn_factor", float, 1.0) != 1:
+                raise UnsupportedModelError(f"{metadata.path}: {prefix}.rope.scaling.attn_factor is not supported")
+        return named
     if metadata.has(f"{prefix}.rope.scale_linear"):  # the older key
         return {"rope_type": "linear", "factor": metadata.get(f"{prefix}.rope.scale_linear", float)}
     if rope_freqs is None or np.all(rope_freqs == 1):
         return None
     # Llama 3.1's scaling stands in files as the tensor of its divisors alone: the largest is its `factor`, the other numbers are
     # the same in all releases.
-    scaling: HfConfig = {
+    scaling = {
         "rope_type": "llama3",
         "factor": float(np.max(rope_freqs)),
         "low_freq_factor": 1.0,

@@ -8,30 +8,18 @@ code from a model's folder is imported.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from types import MappingProxyType
+from typing import Any
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, is_positive, kind_of
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
+from jaxpaged.loading.layer_windows import settle_windows
+from jaxpaged.loading.rope_config import settle_rope
 
-HfConfig = dict[str, Any]
-
-_DEFAULTS: dict[str, HfConfig] = {
-    "LlamaForCausalLM": {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    },
-}
-"""Architecture -> the values that transformers takes for keys that config.json leaves out."""
-
-_MODEL_TYPES = {"llama": "LlamaForCausalLM"}
-_DEFAULT_ROPE_THETA = 10_000.0
+_MODEL_TYPES = MappingProxyType({known.model_type: name for name, known in HF_ARCHITECTURES.items()})
 
 _REQUIRED_COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_MAX_COUNT = 2**31 - 1
 _MAX_LAYERS = 4096
 # Real ones have some kilobytes, with long label lists a hundred; Python's objects are up to 25 times as large as their text.
 _MAX_JSON_BYTES = 2**20
@@ -51,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, not {_kind(content)}")
+        raise CheckpointError(f"{path} should hold a JSON object, not {kind_of(content)}")
     return content
 
 
@@ -90,6 +78,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
         The same keys, and `architectures` is a list of names. For an architecture whose defaults are known here, all counts,
         `num_key_value_heads`, `head_dim`, `rms_norm_eps`, `hidden_act` and `tie_word_embeddings` are there; `rope_theta` is a float;
         `rope_scaling` is None for plain positions, else a dict with `rope_type` and its numbers; `rope_parameters` is gone;
+        `layer_windows` says for each layer how many positions a token sees, `has_rope` whether it is turned;
         `bos_token_id` and `eos_token_id` are there and may be None. Whether an architecture or a rope type is run, the models say.
 
     Raises:
@@ -98,22 +87,30 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     """
     config = dict(raw)
     config["architectures"] = names = _architectures(config, source)
-    known = next((name for name in names if name in _DEFAULTS), None)
+    known = next((HF_ARCHITECTURES[name] for name in names if name in HF_ARCHITECTURES), None)
     if known is None:
         return config
     _refuse_quantization(config, source)
-    for key, value in _DEFAULTS[known].items():
+    for key, value in known.defaults.items():
         if config.get(key) is None:
             config[key] = value
+    config = {**known.absent, **config}
     faults = _settle_counts(config)
-    if not _is_number(config["rms_norm_eps"]) or not 0 < config["rms_norm_eps"] < 1:
+    has_sizes = not faults
+    if not is_number(config["rms_norm_eps"]) or not 0 < config["rms_norm_eps"] < 1:
         faults.append(f"rms_norm_eps should be a number between 0 and 1, not {config['rms_norm_eps']!r:.60}")
     for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         if not isinstance(config[key], bool):
             faults.append(f"{key} should be true or false, not {config[key]!r:.60}")
-    if not isinstance(config["hidden_act"], str):
-        faults.append(f"hidden_act should be a name, not {config['hidden_act']!r:.60}")
-    faults += _settle_rope(config, source)
+    for key in ("hidden_act", "hidden_activation"):
+        if not isinstance(config.get(key, ""), str):
+            faults.append(f"{key} should be a name, not {config[key]!r:.60}")
+    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None and not is_positive(config[key]):
+            faults.append(f"{key} should be a positive number, not {config[key]!r:.60}")
+    faults += settle_rope(config, known, source, has_sizes=has_sizes)
+    if has_sizes:
+        faults += settle_windows(config, known, source)
     if faults:
         raise CheckpointError(f"{source}: {'; '.join(faults)}")
     for key in ("bos_token_id", "eos_token_id"):
@@ -137,12 +134,12 @@ def _settle_counts(config: HfConfig) -> list[str]:
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
-    if config.get("head_dim") is None and _is_count(heads) and _is_count(hidden):
+    if config.get("head_dim") is None and is_count(heads) and is_count(hidden):
         if hidden % heads:
             faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         config["head_dim"] = hidden // heads
     for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-        if config.get(key) is not None and not _is_count(config[key]):
+        if config.get(key) is not None and not is_count(config[key]):
             faults.append(f"{key} should be a positive integer, not {config[key]!r:.60}")
     if faults:
         return faults
@@ -164,56 +161,11 @@ def _refuse_quantization(config: Mapping[str, Any], source: str) -> None:
             raise UnsupportedModelError(f"{source}: quantized weights ({key}: {method!s:.60}) are not supported; use the unquantized model")
 
 
-def _settle_rope(config: HfConfig, source: str) -> list[str]:
-    """Brings `rope_parameters` (new style) into `rope_theta` and `rope_scaling` (old style); returns what is wrong with them.
-
-    As in transformers: `rope_scaling` that is not empty counts as `rope_parameters`; a `rope_theta` in there goes before one at the top.
-    """
-    parameters = config.pop("rope_parameters", None)
-    parameters = config.get("rope_scaling") or parameters or {}
-    config["rope_scaling"] = None
-    if not isinstance(parameters, dict):
-        return [f"rope_scaling or rope_parameters should be an object, not {_kind(parameters)}"]
-    theta = parameters.get("rope_theta")
-    if theta is None:
-        theta = config.get("rope_theta")
-    if theta is None:
-        theta = _DEFAULT_ROPE_THETA
-    if not _is_number(theta) or theta <= 0:
-        return [f"rope_theta should be a positive number, not {theta!r:.60}"]
-    config["rope_theta"] = float(theta)
-    rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotated not in (None, 1):
-        raise UnsupportedModelError(f"{source}: partial_rotary_factor {rotated!r:.60} is not supported; all of head_dim is rotated")
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(rope_type, str):
-        return [f"rope_type should be a name, not {rope_type!r:.60}"]
-    if rope_type != "default":
-        scaling = {key: value for key, value in parameters.items() if key not in ("type", "rope_theta")} | {"rope_type": rope_type}
-        pretrained = config.get("original_max_position_embeddings")
-        if pretrained is not None:
-            scaling["original_max_position_embeddings"] = pretrained
-        config["rope_scaling"] = scaling
-    return []
-
-
 def _token_ids(config: Mapping[str, Any], key: str, source: str) -> list[int]:
     """The ids under `key`, which may be absent, null, one id or a list of ids. Raises CheckpointError for anything else."""
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= _MAX_COUNT:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= MAX_COUNT:
             raise CheckpointError(f"{source}: {key} should be a token id or a list of them, not {value!r:.60}")
     return ids
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COUNT
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
-
-
-def _kind(value: object) -> str:
-    return {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(value), "a number")

@@ -1,7 +1,9 @@
 """The registry: a checkpoint's architecture -> the file that runs it."""
 
 import importlib
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -9,11 +11,38 @@ from jaxtyping import Array, Float
 from jaxpaged.batch import StepBatch
 from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.kv_cache import KVCache
+from jaxpaged.loading.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
 
-ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-}
-"""Name in a checkpoint's `architectures` -> module in this package."""
+
+class Architecture(NamedTuple):
+    """One line of the registry.
+
+    Attributes:
+        family: module in this package.
+        models: what people call the models, for the README.
+        traits: further arguments of the family's `Config.from_hf`: how these models differ from others of the family.
+    """
+
+    family: str
+    models: str
+    traits: Mapping[str, Any] = MappingProxyType({})
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Architecture("llama", "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM, SmolLM 2"),
+        "MistralForCausalLM": Architecture("llama", "Mistral 7B, Mistral Nemo, Mistral Small"),
+        "MinistralForCausalLM": Architecture("llama", "Ministral 8B"),
+        "Qwen2ForCausalLM": Architecture("llama", "Qwen 2, Qwen 2.5, QwQ", {"has_qkv_bias": True}),
+        "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
+        "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),
+        "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
+        "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
+        "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),
+        "Gemma3ForCausalLM": Architecture("gemma", "Gemma 3 (text: 270M, 1B, and others without their vision part)", {"has_qk_norm": True}),
+    }
+)
+"""Name in a checkpoint's `architectures` -> who runs it."""
 
 
 @runtime_checkable
@@ -55,19 +84,45 @@ class Family(Protocol):
     WEIGHTS: dict[str, tuple[str, str]]
 
 
-def find_family(hf_config: dict[str, Any]) -> Family:
-    """The module for a checkpoint. Raises UnsupportedModelError naming its architecture and those we run."""
+def find_architecture(hf_config: dict[str, Any]) -> Architecture:
+    """The registry's line for a checkpoint. Raises UnsupportedModelError naming its architecture and those we run."""
     names = hf_config.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
-            return importlib.import_module(f"{__name__}.{ARCHITECTURES[name]}")
+            return ARCHITECTURES[name]
     given = ", ".join(map(str, names)) or "(none named in the config)"
     raise UnsupportedModelError(f"architecture {given} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
 
 
-def make_config(family: Family, hf_config: dict[str, Any], dtype: np.dtype) -> Any:
-    """The family's `Config` from a Hugging Face config. Raises UnsupportedModelError naming a missing key."""
+def load_family(architecture: Architecture) -> Family:
+    """The module of a family."""
+    return importlib.import_module(f"{__name__}.{architecture.family}")
+
+
+def make_config(architecture: Architecture, hf_config: dict[str, Any], dtype: np.dtype, max_model_len: int | None = None) -> Any:
+    """The family's `Config` from a Hugging Face config.
+
+    Args:
+        max_model_len: the longest text that the engine takes; None: what the model is made for.
+
+    Raises:
+        UnsupportedModelError: a missing key, by name, or a variant that the family does not run.
+    """
     try:
-        return family.Config.from_hf(hf_config, dtype)
+        return load_family(architecture).Config.from_hf(hf_config, dtype, max_model_len, **architecture.traits)
     except KeyError as error:
         raise UnsupportedModelError(f"the model's config lacks {error.args[0]!r}") from error
+
+
+def models_table() -> str:
+    """The table of supported models in the README, in Markdown."""
+    gguf: dict[str, list[str]] = {}
+    for name, read in GGUF_ARCHITECTURES.items():
+        for architecture in (read.hf_architecture, read.windowed_hf_architecture):
+            if architecture is not None:
+                gguf.setdefault(architecture, []).append(f"`{name}`")
+    rows = [
+        f"| {line.models} | `{name}` | {', '.join(gguf.get(name, ['-']))} | `models/{line.family}.py` |\n"
+        for name, line in ARCHITECTURES.items()
+    ]
+    return "| models | architecture | GGUF | file |\n| --- | --- | --- | --- |\n" + "".join(rows)

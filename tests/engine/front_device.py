@@ -8,6 +8,7 @@ import numpy as np
 from jaxpaged.batch import BatchLayout
 from jaxpaged.engine import Engine
 from jaxpaged.engine_driver import EngineDriver
+from jaxpaged.logprobs import StepResult
 from jaxpaged.request import RequestOutput
 from tests.fakes import ScriptRunner, free_talk
 
@@ -47,14 +48,14 @@ class FrontRunner(ScriptRunner):
         self._done_s = 0.0
         self.fails_at: int | None = None
 
-    def run(self, layout: BatchLayout, blob: np.ndarray) -> np.ndarray:
+    def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """See `Runner`."""
         self._world.meanwhile()
         if self.fails_at is not None and len(self.histories) >= self.fails_at:
             raise RuntimeError("the device is lost")
-        ids = super().run(layout, blob)
+        result = super().run(layout, blob)
         self._done_s = max(self._done_s, self._world.now) + 0.005 + 0.001 * layout.num_tokens
-        return _Ids(ids, self._world, self._done_s)  # type: ignore[return-value]
+        return result._replace(ids=_Ids(result.ids, self._world, self._done_s))  # type: ignore[arg-type]  # they are still to come
 
 
 class NotedDriver(EngineDriver):

@@ -24,7 +24,10 @@ MIB = 2**20
 def _fill(checkpoint: Checkpoint, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     """By one thread and by three: the same, or the same error."""
     table = (checkpoint, TABLE, expected(checkpoint.hf_config, dtype), axis_sizes(checkpoint.hf_config))
-    alone, together = _outcome(lambda: fill(*table)), _outcome(lambda: fill(*table, num_threads=3))
+    alone, together = (
+        _outcome(lambda: fill(*table, may_be_unread=("head",))),
+        _outcome(lambda: fill(*table, may_be_unread=("head",), num_threads=3)),
+    )
     if isinstance(alone, Exception):
         assert (type(alone), str(alone)) == (type(together), str(together))
         raise alone
@@ -229,7 +232,7 @@ def _table_fault(change: Any) -> None:
     hf |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "tie_word_embeddings": True}
     table, params = dict(TABLE), expected(hf)
     change(table, params)
-    fill_module._bind(table, params, axis_sizes(hf))
+    fill_module._bind(table, params, axis_sizes(hf), ("head",))
 
 
 def test_a_table_that_does_not_match_the_model_is_a_fault_of_the_code() -> None:

@@ -1,6 +1,5 @@
 """GGUF files as checkpoints: names, values, order of q and k rows, config (field case O-54)."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -9,8 +8,7 @@ import pytest
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jaxpaged.loading.gguf_config import ARCHITECTURES, LLAMA
-from jaxpaged.loading.model_config import eos_token_ids
+from jaxpaged.loading.model_config import eos_token_ids, read_folder_config
 from tests.tiny_model import gguf_name, tiny_weights, write_tiny_gguf, write_tiny_llama
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -86,8 +84,7 @@ def test_attention_scores_are_those_of_ggml_on_the_rows_as_stored(tmp_path: Path
 
 def test_rows_of_a_qwen_type_file_stay_where_they_are(tmp_path: Path) -> None:
     truth = write_tiny_gguf(tmp_path / "qwen.gguf", architecture="qwen2", weight_type="Q4_0")
-    qwen = LLAMA._replace(are_rotary_rows_interleaved=False)
-    checkpoint = GgufCheckpoint(tmp_path / "qwen.gguf", {**ARCHITECTURES, "qwen2": qwen})
+    checkpoint = GgufCheckpoint(tmp_path / "qwen.gguf")
     for name, values in truth.items():
         np.testing.assert_array_equal(checkpoint.read(name), values, err_msg=name)
 
@@ -121,7 +118,7 @@ def test_released_tensors_read_the_same_again(tmp_path: Path) -> None:
 def test_config_equals_that_of_the_same_model_as_a_folder(tmp_path: Path) -> None:
     sizes = {"hidden": 96, "ffw": 160, "layers": 3, "heads": 6, "kv_heads": 2, "head_dim": 32, "context": 777, "theta": 100_000.0}
     write_tiny_llama(tmp_path, **sizes, tie=False, has_tokenizer=False)  # type: ignore[arg-type]
-    expected = json.loads((tmp_path / "config.json").read_text()) | {"rope_scaling": None}
+    expected = read_folder_config(tmp_path)
     del expected["torch_dtype"]
     config = _open(tmp_path, **sizes, tie=False).hf_config
     assert config.pop("rms_norm_eps") == pytest.approx(expected.pop("rms_norm_eps"), rel=1e-7)
@@ -203,10 +200,34 @@ def test_other_rope_freqs_are_refused(tmp_path: Path, divisors: np.ndarray) -> N
         _open(tmp_path, rope_freqs=divisors)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "longrope"])
-def test_a_rope_type_of_the_metadata_reaches_the_config(tmp_path: Path, kind: str) -> None:
-    checkpoint = _open(tmp_path, rope_scaling_type=kind, metadata={"llama.rope.scaling.factor": 4.0})
-    assert checkpoint.hf_config["rope_scaling"] == {"rope_type": kind, "factor": 4.0}
+@pytest.mark.parametrize(
+    ("kind", "metadata", "more"),
+    [
+        ("linear", {}, {}),
+        ("yarn", {}, {"original_max_position_embeddings": 512}),
+        ("yarn", {"llama.rope.scaling.original_context_length": 128}, {"original_max_position_embeddings": 128}),
+    ],
+)
+def test_a_rope_type_of_the_metadata_reaches_the_config(
+    tmp_path: Path, kind: str, metadata: dict[str, float], more: dict[str, int]
+) -> None:
+    checkpoint = _open(tmp_path, rope_scaling_type=kind, metadata={"llama.rope.scaling.factor": 4.0, **metadata})
+    assert checkpoint.hf_config["rope_scaling"] == {"rope_type": kind, "factor": 4.0, **more}
+
+
+@pytest.mark.parametrize(
+    ("kind", "metadata", "complaint"),
+    [("longrope", {}, "rope type 'longrope'"), ("yarn", {"llama.rope.scaling.attn_factor": 0.5}, "attn_factor")],
+)
+def test_scalings_that_are_not_read_are_refused_by_name(tmp_path: Path, kind: str, metadata: dict[str, float], complaint: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=complaint):
+        _open(tmp_path, rope_scaling_type=kind, metadata=metadata)
+
+
+def test_a_llama_file_that_names_a_window_is_a_mistral(tmp_path: Path) -> None:
+    config = _open(tmp_path, metadata={"llama.attention.sliding_window": 100}).hf_config
+    assert (config["architectures"], config["model_type"]) == (["MistralForCausalLM"], "mistral")
+    assert config["layer_windows"] == [100, 100]
 
 
 def test_the_older_key_of_linear_scaling_reaches_the_config(tmp_path: Path) -> None:
@@ -214,9 +235,9 @@ def test_the_older_key_of_linear_scaling_reaches_the_config(tmp_path: Path) -> N
     assert checkpoint.hf_config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "gpt2", "clip"])
+@pytest.mark.parametrize("architecture", ["gpt2", "clip"])
 def test_other_architectures_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"'{architecture}' is not supported, only llama"):
+    with pytest.raises(UnsupportedModelError, match=f"'{architecture}' is not supported, only llama, qwen2"):
         _open(tmp_path, architecture=architecture)
 
 

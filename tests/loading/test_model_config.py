@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES
 from jaxpaged.loading.model_config import eos_token_ids, read_folder_config, read_generation_config
 from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.tiny_model import write_tiny_llama
@@ -233,3 +234,91 @@ def test_left_out_keys_are_what_transformers_makes_of_them(tmp_path: Path) -> No
     theirs = LlamaConfig.from_pretrained(tmp_path)
     for key in (*keys, "tie_word_embeddings"):
         assert ours[key] == getattr(theirs, key), key
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {},
+    "MinistralForCausalLM": {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "max_window_layers": 2},
+    "Qwen3ForCausalLM": {"use_sliding_window": False, "sliding_window": 9},
+    "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 5},
+    "Olmo2ForCausalLM": {},
+    "Phi3ForCausalLM": {"sliding_window": 11},
+    "Gemma2ForCausalLM": {"final_logit_softcapping": None},
+    "Gemma3ForCausalLM": {"sliding_window_pattern": 3},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_is_read_as_transformers_reads_it(tmp_path: Path, name: str) -> None:
+    """All that is left out, and the windows of layers, which transformers keeps as kinds of layers beside one width."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    raw = sizes | {"vocab_size": 50, "architectures": [name], "model_type": HF_ARCHITECTURES[name].model_type} | CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ours, theirs = read_folder_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    defaults = HF_ARCHITECTURES[name].defaults.keys() | HF_ARCHITECTURES[name].absent.keys()
+    for key in defaults & theirs.to_dict().keys():
+        assert ours[key] == getattr(theirs, key), key
+    by_kind = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert ours["rope_theta"] == by_kind["rope_theta"]
+    if "sliding_attention" in theirs.rope_parameters:
+        assert ours["rope_local_base_freq"] == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
+    assert ours["layer_windows"] == [window if kind == "sliding_attention" else None for kind in kinds]
+    if name == "SmolLM3ForCausalLM":
+        assert ours["has_rope"] == [bool(has) for has in theirs.no_rope_layers]
+
+
+def _of(folder: Path, name: str, **config: Any) -> dict[str, Any]:
+    return _settled(folder, config={"architectures": [name], **config})
+
+
+def test_every_architecture_is_compared_with_transformers() -> None:
+    assert {"LlamaForCausalLM", *CONFIGS} == set(HF_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "complaint"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window should be a positive integer, not 0"),
+        ("MistralForCausalLM", {"sliding_window": "wide"}, "sliding_window should be a positive integer"),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types should be a list of 2 names"),
+        ("Qwen2ForCausalLM", {"max_window_layers": "2"}, "max_window_layers and sliding_window_pattern should be integers"),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "max_window_layers and sliding_window_pattern should be integers"),
+        ("Gemma3ForCausalLM", {"rope_local_base_freq": -1}, "rope_local_base_freq should be a positive number"),
+        ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": [1]}}, "an object for each kind of layer"),
+        ("Gemma3ForCausalLM", {"rope_scaling": [1]}, "should be an object, not a list"),
+        ("Gemma2ForCausalLM", {"final_logit_softcapping": 0}, "final_logit_softcapping should be a positive number"),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar should be a positive number"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers should be a list of 2 numbers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "no_rope_layer_interval should be a positive integer"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "partial_rotary_factor should leave an even part"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": "x", "rope_scaling": {"type": "su"}}, "partial_rotary_factor should leave an even"),
+    ],
+)
+def test_values_of_other_architectures_that_make_no_sense_are_named(
+    tmp_path: Path, name: str, config: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(CheckpointError, match=complaint):
+        _of(tmp_path, name, **config)
+
+
+def test_kinds_of_layers_that_are_not_run_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        _of(tmp_path, "Qwen3ForCausalLM", layer_types=["full_attention", "chunked_attention"])
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    assert _of(tmp_path, "MistralForCausalLM", sliding_window=511)["layer_windows"] == [511, 511]
+    assert _of(tmp_path, "MistralForCausalLM", sliding_window=512)["layer_windows"] == [None, None]
+
+
+def test_no_window_named_is_not_the_same_as_none(tmp_path: Path) -> None:
+    settled = _of(tmp_path, "MistralForCausalLM", max_position_embeddings=8192)
+    assert settled["layer_windows"] == [4096, 4096]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
+    assert read_folder_config(tmp_path)["layer_windows"] == [None, None]

@@ -6,7 +6,7 @@ Whatever no sequence owns is NaN: the whole pool before it is written, so a read
 import functools
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,9 @@ PAGE_SIZE = 16
 MAX_SEQS = 8
 
 
-def load(path: Path, dtype: str = "float32") -> LoadedModel:
+def load(path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto") -> LoadedModel:
     """The model in a folder or file, as the engine loads it on a CPU."""
-    config = ModelConfig(model=str(path), dtype=dtype)
+    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len)
     with open_checkpoint(resolve(config)) as checkpoint:
         return load_model(checkpoint, describe_model(config, checkpoint, is_gpu=False))
 
@@ -61,13 +61,16 @@ class PagedModel:
     Before each step the pages of windowed groups that the step's rows do not see are given back and filled with NaN.
     """
 
-    def __init__(self, loaded: LoadedModel, *, context: int, num_pages: int | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, context: int, num_pages: int | None = None, seed: int | None = None, gives_back: bool = True
+    ) -> None:
         """Makes a pool of NaN.
 
         Args:
             context: tokens of one sequence at most; with the bucket it decides the program.
             num_pages: pages of the pool; None: room for one sequence.
             seed: shuffles the pages; None gives them out in order.
+            gives_back: whether pages behind windows are spoiled; sequences may share pages only if not.
         """
         config = loaded.config
         layout = lay_out(config.windows)
@@ -75,6 +78,7 @@ class PagedModel:
         self.num_pages = (num_pages or self.max_pages + 1) * len(self.groups)
         dims = (layout.layers_per_group, self.num_pages, config.kv_heads, PAGE_SIZE, config.head_dim)
         self.cache = KVCache(jnp.full(dims, jnp.nan, config.dtype), jnp.full(dims, jnp.nan, config.dtype))
+        self.gives_back = gives_back
         self.pages = list(range(1, self.num_pages))
         if seed is not None:
             np.random.default_rng(seed).shuffle(self.pages)
@@ -97,7 +101,8 @@ class PagedModel:
     def feed(self, rows: Seq[tuple[Sequence, int]], bucket: int) -> list[np.ndarray]:
         """Runs one step of the next tokens of each sequence and returns their logits, [tokens, vocab] for each row."""
         layout = self.layout(bucket)
-        self._give_back([sequence for sequence, _ in rows])
+        if self.gives_back:
+            self._give_back([sequence for sequence, _ in rows])
         scheduled = [
             ScheduledRow(sequence, count, sequence.num_computed_tokens, samples=True, slot=index, takes_from_slot=False, epoch=0)
             for index, (sequence, count) in enumerate(rows)
@@ -115,7 +120,7 @@ class PagedModel:
         return BatchLayout(bucket, min(bucket, MAX_SEQS), self.max_pages, PAGE_SIZE, self.num_pages, MAX_SEQS, len(self.groups))
 
     def _give_back(self, sequences: Seq[Sequence]) -> None:
-        """Spoils what the next tokens do not see; pages that are shared are never given back here, so nobody may share them then."""
+        """Spoils what the next tokens do not see."""
         behind = []
         for sequence in sequences:
             for group, table in zip(self.groups, sequence.tables, strict=True):

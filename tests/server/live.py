@@ -3,11 +3,13 @@
 In-process clients read whole streams before they return, so everything here goes over real sockets.
 """
 
+import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import socket
-import ssl
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +18,13 @@ from typing import Any, NamedTuple
 from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import Config, LogConfig
+from jaxpaged.errors import JaxpagedError
 from jaxpaged.model_runner import Runner
 from jaxpaged.tokenizer import Tokenizer
 from server.app import create_app
-from server.auth import ApiKeys
+from server.auth import read_keys
 from server.ledger import End
+from server.listeners import tls_context
 from server.service import Service
 from tests.fakes import EventLog, FailingRunner, ScriptRunner
 from tests.openai.validate import errors
@@ -117,17 +121,17 @@ class LiveServer:
         service: the books.
         log: every event of the engine and the server.
         runner: the device.
-        keys: any of them opens it; none: it is open.
-        tls: None: plain.
     """
 
-    def __init__(
-        self, engine: AsyncLLM, service: Service, log: EventLog, runner: Runner, keys: Sequence[str] = (), tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, service: Service, log: EventLog, runner: Runner) -> None:
         self.engine, self.service, self.log, self.runner = engine, service, log, runner
         self.counts: Counter[str] = Counter()
         self.num_prompts = self.num_unsure = 0
-        self.door = DoorServer(service, create_app(service), ApiKeys(keys), tls)  # type: ignore[arg-type]
+        self.tracebacks: list[tuple[str, str]] = []
+        """Unexpected failures in the log, of this and other servers: the request's id and the text; a test that plants one clears it."""
+        self._lock = threading.Lock()
+        self._figures: dict[str, float] = {}
+        self.door = DoorServer(service, create_app(service), read_keys(service.config), tls_context(service.config.server))  # type: ignore[arg-type]
         self.port = self.door.port
 
     def close(self) -> None:
@@ -145,11 +149,15 @@ class LiveServer:
             reply = Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
         finally:
             connection.close()
-        self._validate(method, path, reply)
         if reply.status == 200 and raw is not None:
             body = json.loads(raw)
-        self._count(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
+        self.take(method, path, reply, (body.get("n") or 1) if isinstance(body, dict) else 1)
         return reply
+
+    def take(self, method: str, path: str, reply: Reply, n: int = 1) -> None:
+        """Validates and counts what was answered to a request that another client sent."""
+        self._validate(method, path, reply)
+        self._count(method, path, reply, n)
 
     def post(self, path: str, body: Any, **headers: str) -> Reply:
         """POST of JSON."""
@@ -182,8 +190,9 @@ class LiveServer:
 
     def left(self, number: int = 1) -> None:
         """That many clients have left before their answer was complete."""
-        self.counts[End.ABORTED] += number
-        self.num_unsure += number
+        with self._lock:
+            self.counts[End.ABORTED] += number
+            self.num_unsure += number
 
     def stream_until(self, path: str, body: Any, is_enough: Callable[[bytes], bool]) -> socket.socket:
         """Opens a stream and reads until the bytes so far are enough."""
@@ -196,7 +205,8 @@ class LiveServer:
 
     def after_check(self) -> None:
         """Client, server and engine agree on how everything ended, nothing is left, and the engine answers as ever."""
-        wait_until(lambda: self.service.ledger.num_open == 0 and not self.engine._engine.has_work)
+        wait_until(lambda: self.service.ledger.num_open == 0)
+        self._settle()
         ends = {end.value: number for end, number in self.service.ledger.ends().items()}
         assert ends == {end.value: self.counts[end.value] for end in End}, "the client counted otherwise than the server"
         answered = [event for event in self.log.of(events.HttpAnswered) if event.end]
@@ -210,10 +220,49 @@ class LiveServer:
         num_done = sum(event.reason in ("stop", "length") for event in finished)
         # Who leaves may have had an answer that was complete, but for being sent.
         assert self.num_prompts <= num_done <= self.num_prompts + self.num_unsure
+        self._check_figures(ends)
+        ours = {event.request_id for event in self.log.of(events.HttpAnswered)}
+        assert [text for request_id, text in self.tracebacks if request_id in ours or not request_id] == []
         engine = self.engine._engine
         if not engine.is_dead:
             assert (engine.scheduler.num_running, engine.scheduler.num_waiting, engine.pages.num_in_use) == (0, 0, 0)
             engine.scheduler.check()
+
+    def figures(self) -> dict[str, float]:
+        """Every figure that /metrics tells, by name and labels."""
+        found = {}
+        for family in self.service.metrics.registry.collect():
+            for sample in family.samples:
+                labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = float(sample.value)
+        return found
+
+    def _settle(self) -> None:
+        """Returns when the engine has taken and ended all that clients have sent."""
+        if not self.engine._engine.is_dead:
+            asyncio.run(self.engine.is_sleeping())
+        wait_until(lambda: not self.engine._engine.has_work)
+        wait_until(lambda: len(self.log.of(events.RequestFinished)) == len(self.log.of(events.RequestQueued)))
+
+    def _check_figures(self, ends: Mapping[str, int]) -> None:
+        """N2: the figures are those of the books and of the engine's events, none of them ever falls, and at rest nothing runs."""
+        figures = self.figures()
+        told = {end: figures.get(f"jaxpaged_http_ends_total{{end={end}}}", 0) for end in ends}
+        assert told == dict(ends), "figures tell otherwise than the books"
+        finished = Counter(event.reason for event in self.log.of(events.RequestFinished))
+        assert {reason: figures.get(f"jaxpaged_requests_finished_total{{reason={reason}}}") for reason in finished} == dict(finished)
+        for name, kind in (("received", events.RequestReceived), ("queued", events.RequestQueued)):
+            assert figures.get(f"jaxpaged_requests_{name}_total", 0) == len(self.log.of(kind))
+        answered = sum(value for name, value in figures.items() if name.startswith("jaxpaged_http_answers_total"))
+        assert answered == len(self.log.of(events.HttpAnswered))
+        for name, value in self._figures.items():
+            if name.partition("{")[0].endswith(("_total", "_bucket", "_count", "_sum")):
+                assert figures[name] >= value, f"{name} fell"
+        if not self.engine._engine.is_dead:
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
+                assert figures.get(f"jaxpaged_{name}", 0) == 0, name
+        assert len(figures) < 400, "series without a bound"
+        self._figures = figures
 
     def _validate(self, method: str, path: str, reply: Reply) -> None:
         assert reply.headers["x-request-id"]
@@ -244,10 +293,11 @@ class LiveServer:
         if method != "POST" or path.split("?")[0] not in GENERATION:
             return
         end, num_answers = end_of(reply)
-        self.counts[end] += 1
-        self.num_prompts += num_answers // n
-        if end in (End.FAILED, End.REJECTED, End.REFUSED, End.ABORTED):
-            self.num_unsure += 256
+        with self._lock:
+            self.counts[end] += 1
+            self.num_prompts += num_answers // n
+            if end in (End.FAILED, End.REJECTED, End.REFUSED, End.ABORTED):
+                self.num_unsure += 256
 
 
 def end_of(reply: Reply) -> tuple[End, int]:
@@ -275,27 +325,52 @@ def end_of(reply: Reply) -> tuple[End, int]:
 
 @contextlib.contextmanager
 def live_server(
-    tokenizer: Tokenizer,
-    runner: Runner | None = None,
-    config: Config | None = None,
-    *,
-    eos_token_ids: Sequence[int] = (2,),
-    keys: Sequence[str] = (),
-    tls: ssl.SSLContext | None = None,
+    tokenizer: Tokenizer, runner: Runner | None = None, config: Config | None = None, *, eos_token_ids: Sequence[int] = (2,)
 ) -> Iterator[LiveServer]:
     """A server over a scripted device; the books are checked at the end."""
-    log = EventLog()
     config = config or Config(log=LogConfig(level="error"))
+    device = runner or talker(tokenizer)
+
+    def make(sinks: Sequence[events.Sink]) -> contextlib.AbstractContextManager[AsyncLLM]:
+        return scripted_async_llm(device, tokenizer, eos_token_ids=eos_token_ids, config=config, sinks=sinks)
+
+    with server_over(make, device, config) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def server_over(
+    make_engine: Callable[[Sequence[events.Sink]], contextlib.AbstractContextManager[AsyncLLM]], runner: Runner, config: Config
+) -> Iterator[LiveServer]:
+    """A server over an engine that is made with its sinks; the books are checked at the end."""
+    log = EventLog()
     service = Service(config, sinks=(log,))
-    runner = runner or talker(tokenizer)
-    with scripted_async_llm(runner, tokenizer, eos_token_ids=eos_token_ids, config=config, sinks=(service.emit,)) as engine:
+    with make_engine((service.emit,)) as engine:
         service.attach(engine)
-        server = LiveServer(engine, service, log, runner, keys, tls)
-        try:
-            yield server
-            server.after_check()
-        finally:
-            server.close()
+        server = LiveServer(engine, service, log, runner)
+        with _tracebacks_into(server.tracebacks):
+            try:
+                yield server
+                server.after_check()
+            finally:
+                server.close()
+
+
+@contextlib.contextmanager
+def _tracebacks_into(found: list[tuple[str, str]]) -> Iterator[None]:
+    """Collects what the package writes to the log with a traceback."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and not isinstance(record.exc_info[1], JaxpagedError):
+                found.append((str(record.args[0]) if isinstance(record.args, tuple) and record.args else "", self.format(record)))
+
+    handler, logger = Handler(), logging.getLogger("jaxpaged")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def slowed(runner: Runner, seconds: float) -> FailingRunner:

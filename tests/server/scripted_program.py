@@ -2,7 +2,7 @@
 
 In the environment: SCRIPTED_STEP_S, the length of a step; SCRIPTED_LOAD_S, that of the start; SCRIPTED_FAULT, what goes wrong from the
 step SCRIPTED_FAULT_STEP on: `raise`, `hang` (for ever), `lock` (for ever, with the interpreter lock held). SCRIPTED_LOCK_GRACE_S is how
-much longer than the watchdog's limit that lock may be held.
+much longer than the watchdog's limit that lock may be held. SCRIPTED_MODEL=real: the model of the arguments after all.
 """
 
 import ctypes
@@ -59,7 +59,8 @@ def main() -> int:
     """Runs the command."""
     serving.LOCK_GRACE_S = float(os.environ.get("SCRIPTED_LOCK_GRACE_S", serving.LOCK_GRACE_S))
     real_run = command.run
-    command.run = lambda args: real_run(args, make_engine)  # type: ignore[assignment]
+    if os.environ.get("SCRIPTED_MODEL") != "real":
+        command.run = lambda args: real_run(args, make_engine)  # type: ignore[assignment]
     return cli.main(["serve", *sys.argv[1:]])
 
 

@@ -196,3 +196,5 @@ def test_a_fault_of_ours_says_nothing_of_the_inside(chat_tokenizer: Tokenizer, c
         assert "secret text" not in record.getMessage()
         server.num_unsure += 1
         assert server.chat("x", stream=True).status == 500
+        assert len(server.tracebacks) == 2
+        server.tracebacks.clear()

@@ -20,7 +20,6 @@ from jaxpaged.config import Config, LogConfig, SchedulerConfig, ServerConfig
 from jaxpaged.llm import LLM
 from jaxpaged.tokenizer import Tokenizer
 from server.ledger import End
-from server.listeners import tls_context
 from tests.fakes import FailingRunner
 from tests.server.door_server import wait_until
 from tests.server.live import LiveServer, live_server, slowed, talker
@@ -91,9 +90,9 @@ def test_openai_over_tls_with_a_key(cache: Path, chat_tokenizer: Tokenizer, tmp_
     made = authority.issue_cert("localhost")
     for file, blobs in (("ca.pem", [authority.cert_pem]), ("cert.pem", made.cert_chain_pems), ("key.pem", [made.private_key_pem])):
         (tmp_path / file).write_bytes(b"".join(blob.bytes() for blob in blobs))
-    options = ServerConfig(ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
-    config = Config(log=LogConfig(level="error"), server=options)
-    with live_server(chat_tokenizer, config=config, keys=("first", "second"), tls=tls_context(options)) as server:
+    files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(**files, api_key=("first", "second")))
+    with live_server(chat_tokenizer, config=config) as server:
         where = {"OPENAI_BASE_URL": f"https://localhost:{server.port}/v1", "OPENAI_API_KEY": "second"}
         assert run_python(cache, "openai", "openai_tls", "smollm2-135m", str(tmp_path / "ca.pem"), **where) == "passed"
         server.counts[End.LENGTH] += 2

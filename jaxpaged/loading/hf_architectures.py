@@ -1,0 +1,123 @@
+"""What transformers takes for keys that a config.json leaves out, architecture by architecture."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+HfConfig = dict[str, Any]
+
+WindowRule = Literal["none", "all", "late", "without rope", "alternating", "five of six"]
+"""Which layers have a sliding window when `layer_types` does not say it; see `loading.layer_windows`."""
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+)
+
+_GEMMA: Mapping[str, Any] = MappingProxyType(
+    {
+        **_DEFAULTS,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+class HfArchitecture(NamedTuple):
+    """One architecture of transformers.
+
+    Attributes:
+        model_type: of its configs.
+        defaults: values of keys that are left out or null.
+        absent: values of keys that are left out, where null has a meaning of its own.
+        window_rule: which layers are windowed.
+        has_layer_types: whether a list `layer_types` goes before the rule.
+        default_window: `sliding_window` when the key is left out; a null there means none.
+        rope_theta: base of the rotary frequencies when none is named.
+        local_rope_theta: of the windowed layers, where those have a base of their own.
+        partial_rotary: whether a part of each head may be turned.
+        is_fused: whether q, k and v lie in one tensor of its checkpoints, and gate and up in one.
+        rope_aliases: other names of rope types.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    absent: Mapping[str, Any] = MappingProxyType({})
+    window_rule: WindowRule = "none"
+    has_layer_types: bool = False
+    default_window: int | None = None
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    partial_rotary: bool = False
+    is_fused: bool = False
+    rope_aliases: Mapping[str, str] = MappingProxyType({})
+
+
+HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
+    {
+        "LlamaForCausalLM": HfArchitecture("llama", {**_DEFAULTS, "max_position_embeddings": 2048}),
+        "MistralForCausalLM": HfArchitecture(
+            "mistral", {**_DEFAULTS, "max_position_embeddings": 131_072}, window_rule="all", default_window=4096
+        ),
+        "MinistralForCausalLM": HfArchitecture(
+            "ministral",
+            {**_DEFAULTS, "max_position_embeddings": 131_072},
+            window_rule="all",
+            has_layer_types=True,
+            default_window=4096,
+        ),
+        "Qwen2ForCausalLM": HfArchitecture(
+            "qwen2", {**_DEFAULTS, "max_position_embeddings": 32_768}, window_rule="late", has_layer_types=True, default_window=4096
+        ),
+        "Qwen3ForCausalLM": HfArchitecture(
+            "qwen3",
+            {**_DEFAULTS, "max_position_embeddings": 32_768, "head_dim": 128},
+            window_rule="late",
+            has_layer_types=True,
+            default_window=4096,
+        ),
+        "SmolLM3ForCausalLM": HfArchitecture(
+            "smollm3",
+            {**_DEFAULTS, "max_position_embeddings": 32_768, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+            window_rule="without rope",
+            has_layer_types=True,
+            rope_theta=2_000_000.0,
+        ),
+        "Olmo2ForCausalLM": HfArchitecture("olmo2", {**_DEFAULTS, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+        "Gemma2ForCausalLM": HfArchitecture(
+            "gemma2",
+            {**_GEMMA, "max_position_embeddings": 8192},
+            {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            window_rule="alternating",
+            has_layer_types=True,
+            default_window=4096,
+        ),
+        "Gemma3ForCausalLM": HfArchitecture(
+            "gemma3_text",
+            {**_GEMMA, "max_position_embeddings": 131_072},
+            {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            window_rule="five of six",
+            has_layer_types=True,
+            default_window=4096,
+            rope_theta=1_000_000.0,
+            local_rope_theta=10_000.0,
+        ),
+        "Phi3ForCausalLM": HfArchitecture(
+            "phi3",
+            {**_DEFAULTS, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+            {"original_max_position_embeddings": 4096},
+            window_rule="all",
+            partial_rotary=True,
+            is_fused=True,
+            rope_aliases=MappingProxyType({"su": "longrope", "yarn": "longrope"}),
+        ),
+    }
+)
+"""Architecture -> how its configs are read. Whether it is run, the registry in `jaxpaged.models` says."""

@@ -1,0 +1,186 @@
+"""Makes small models of any family on the spot, as Hugging Face saves them; `tests.tiny_model` makes Llamas with all their files.
+
+Weights are functions of the arguments alone: drawn in the order of the tensors, which is that of the checkpoint.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.tiny_model import Tensors, permute_rotary_rows, save_safetensors
+
+Shapes = dict[str, tuple[int, ...]]
+
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def layer_shapes(
+    config: Mapping[str, Any],
+    *,
+    norms: Sequence[str] = PRE_NORMS,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: str | None = None,
+    is_fused: bool = False,
+) -> Shapes:
+    """Shapes of one layer's tensors by their names in it.
+
+    Args:
+        config: of the whole model; `head_dim` may be left out, as in config.json.
+        norms: names of the layer's norms.
+        qk_norm: "head": one weight for every head's dimensions; "rows": one for all heads together; None: there are none.
+        is_fused: q, k and v in one tensor, gate and up in one.
+    """
+    hidden, ffw, heads, kv_heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    head_dim = config.get("head_dim", hidden // heads)
+    widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    shapes: Shapes = {f"{norm}.weight": (hidden,) for norm in norms}
+    if is_fused:
+        shapes["self_attn.qkv_proj.weight"] = (sum(widths.values()), hidden)
+    else:
+        shapes |= {f"self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()}
+    if qkv_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
+    if qk_norm is not None:
+        shapes |= {f"self_attn.{name}_norm.weight": (head_dim if qk_norm == "head" else widths[name],) for name in "qk"}
+    shapes["self_attn.o_proj.weight"] = (hidden, widths["q"])
+    if out_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    shapes |= (
+        {"mlp.gate_up_proj.weight": (2 * ffw, hidden)}
+        if is_fused
+        else {f"mlp.{name}_proj.weight": (ffw, hidden) for name in ("gate", "up")}
+    )
+    shapes["mlp.down_proj.weight"] = (hidden, ffw)
+    return shapes
+
+
+def tiny_tensors(config: Mapping[str, Any], *, norm_mean: float = 1.0, seed: int = 0, **options: Any) -> Tensors:
+    """Random float32 weights by Hugging Face's names.
+
+    Args:
+        norm_mean: what norms' weights lie around.
+        options: those of `layer_shapes`.
+    """
+    random = np.random.default_rng(seed)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, **options).items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        drawn = random.standard_normal(shape)
+        if "norm" in name:
+            drawn = norm_mean + 0.1 * drawn
+        elif name.endswith("bias"):
+            drawn = 0.5 * drawn
+        else:
+            # Queries and keys are large, so that attention is sharp and positions show.
+            drawn *= (2 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1) * shape[-1] ** -0.5
+        tensors[name] = drawn.astype(np.float32)
+    return tensors
+
+
+def write_tiny_family(
+    folder: str | Path,
+    *,
+    architecture: str,
+    vocab_size: int,
+    config: Mapping[str, Any],
+    **options: Any,
+) -> Tensors:
+    """Writes a model as a folder without tokenizer and returns its tensors.
+
+    Args:
+        architecture: in config.json.
+        config: further keys of config.json; those for sizes have defaults, prime or nearly so. A value of None removes a key.
+        options: those of `tiny_tensors`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_size": 84,
+        "intermediate_size": 53,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+        **config,
+    }
+    hf_config = {key: value for key, value in hf_config.items() if value is not None}
+    tensors = tiny_tensors(hf_config, **options)
+    save_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2), encoding="utf-8")
+    return tensors
+
+
+def write_family_gguf(
+    path: str | Path, architecture: str, tensors: Tensors, hf_config: Mapping[str, Any], *, extra: Tensors, **metadata: Any
+) -> None:
+    """Writes such a model as llama.cpp's converter does, by the converter's own table of names; all tensors as F32, without tokenizer.
+
+    Args:
+        architecture: llama.cpp's word: q and k rows of `llama` are interleaved, norms of Gemmas are stored with 1 added.
+        hf_config: config.json of the same model.
+        extra: further tensors by llama.cpp's names.
+        metadata: further keys, without the architecture before them and with `__` for a dot.
+    """
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, hf_config["num_hidden_layers"])
+    heads, kv_heads = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
+    head_dim = hf_config.get("head_dim", hf_config["hidden_size"] // heads)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(hf_config["num_hidden_layers"])
+    writer.add_context_length(hf_config["max_position_embeddings"])
+    writer.add_embedding_length(hf_config["hidden_size"])
+    writer.add_feed_forward_length(hf_config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(hf_config["rms_norm_eps"])
+    writer.add_eos_token_id(hf_config["eos_token_id"])
+    for key, value in metadata.items():
+        name = f"{architecture}.{key.replace('__', '.')}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_float32(name, value)
+    for name, tensor in tensors.items():
+        stored = tensor
+        if architecture == "llama" and "q_proj" in name:
+            stored = permute_rotary_rows(tensor, heads)
+        elif architecture == "llama" and "k_proj" in name:
+            stored = permute_rotary_rows(tensor, kv_heads)
+        elif architecture.startswith("gemma") and "norm" in name:
+            stored = tensor + np.float32(1)
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
+        writer.add_tensor(theirs, stored)
+    for name, tensor in extra.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
