@@ -118,7 +118,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def laid_out(tiny: Started, tiny_folder: Path, programs: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def laid_out(
+    tiny: Started, tiny_folder: Path, programs: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     """Runners with other pages or another attention."""
     if request.param == "page_16":
         yield tiny.engine.runner
@@ -131,6 +133,7 @@ def laid_out(tiny: Started, tiny_folder: Path, programs: Path, request: pytest.F
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
+            programs = tmp_path_factory.mktemp("programs")  # kept programs know nothing of what a test replaces
             patch.setattr(jaxpaged.layers.attention, "paged_attention", attend)
         started = start_tiny(tiny_folder, programs=programs, **CASES[request.param])
     assert bool(calls) == (request.param == "reference")
