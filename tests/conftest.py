@@ -2,6 +2,7 @@
 
 import ast
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,10 @@ import pytest
 
 # Tests run on the CPU, on a machine with a GPU too; they must be the same tests everywhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A run that a script started in its background ignores Ctrl-C, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 

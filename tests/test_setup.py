@@ -1,5 +1,6 @@
 """Set-up on a fresh machine: finding a Python, lock files without addresses, and one wheel that holds everything."""
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BASH = shutil.which("bash") or "/bin/bash"
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+CLIENTS = ROOT / "tests" / "clients"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -162,7 +164,7 @@ def test_the_locks_are_the_promised_ones() -> None:
         assert pins["base"].items() <= pins[name].items(), "tests run on what users run"
 
 
-@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*LOCKS, *sorted(CLIENTS.glob("*.lock"))], ids=lambda path: path.stem)
 def test_a_lock_has_hashes_and_no_address_path_or_torch(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "://" not in text
@@ -184,7 +186,33 @@ def test_no_tracked_file_names_a_package_index() -> None:
     hosts += [".".join(parts) for parts in (("deb", "debian", "org"), ("download", "pytorch", "org"), ("conda", "anaconda", "org"))]
     named = re.compile("|".join(re.escape(host) for host in hosts).encode())
     assert [str(path.relative_to(ROOT)) for path in tracked_files() if named.search(path.read_bytes())] == []
-    assert not [path for path in tracked_files() if path.name in {"uv.lock", "poetry.lock", "package-lock.json"}]
+    assert not [path for path in tracked_files() if path.name in {"uv.lock", "poetry.lock"}]
+
+
+@pytest.mark.parametrize("client", ["openai_node", "ai_sdk"])
+def test_a_lock_of_npm_has_hashes_and_no_addresses(client: str) -> None:
+    path = CLIENTS / client / "package-lock.json"
+    assert path in tracked_files()
+    own, *packages = json.loads(path.read_text(encoding="utf-8"))["packages"].values()
+    assert own["dependencies"] == json.loads(path.with_name("package.json").read_text(encoding="utf-8"))["dependencies"]
+    assert packages
+    for package in packages:
+        assert package["integrity"].startswith("sha512-")
+        assert "resolved" not in package
+        assert "hasInstallScript" not in package
+
+
+def test_the_docs_name_the_clients_that_are_tried() -> None:
+    tried = set()
+    for path in {*CLIENTS.glob("*.in")} - {CLIENTS / "node.in"}:
+        name = re.split(r"[^a-z0-9-]", path.read_text(encoding="utf-8"))[0]
+        (version,) = re.findall(rf"^{name}==(\S+)", path.with_suffix(".lock").read_text(encoding="utf-8"), re.MULTILINE)
+        tried.add(f"{name} {version}")
+    for path in CLIENTS.glob("*/package-lock.json"):
+        packages = json.loads(path.read_text(encoding="utf-8"))["packages"]
+        tried |= {f"{name} {packages[f'node_modules/{name}']['version']}" for name in packages[""]["dependencies"]}
+    named_in_docs = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert {client for client in tried if f"| {client} |" not in named_in_docs} == set()
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,9 @@ class TimedRunner(ScriptRunner):
 
     def run(self, layout: BatchLayout, blob: np.ndarray) -> StepResult:
         """See `Runner`."""
-        ids = super().run(layout, blob)
+        result = super().run(layout, blob)
         self.done_s = max(self.now_s, self.done_s) + 0.01 + self.per_token_s * layout.num_tokens
-        return Timed(ids, self, self.done_s)  # type: ignore[return-value]
+        return result._replace(ids=Timed(result.ids, self, self.done_s))  # type: ignore[arg-type]  # they are still to come
 
 
 def make_engine(tokenizer: Tokenizer, *, target_itl_s: float | None, max_in_flight: int) -> tuple[Engine, TimedRunner, EventLog]:

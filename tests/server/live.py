@@ -22,8 +22,9 @@ from jaxpaged.errors import JaxpagedError
 from jaxpaged.model_runner import Runner
 from jaxpaged.tokenizer import Tokenizer
 from server.app import create_app
-from server.auth import ApiKeys
+from server.auth import read_keys
 from server.ledger import End
+from server.listeners import tls_context
 from server.service import Service
 from tests.fakes import EventLog, FailingRunner, ScriptRunner
 from tests.openai.validate import errors
@@ -130,7 +131,7 @@ class LiveServer:
         """Unexpected failures in the log, of this and other servers: the request's id and the text; a test that plants one clears it."""
         self._lock = threading.Lock()
         self._figures: dict[str, float] = {}
-        self.door = DoorServer(service, create_app(service), ApiKeys(()), None)  # type: ignore[arg-type]
+        self.door = DoorServer(service, create_app(service), read_keys(service.config), tls_context(service.config.server))  # type: ignore[arg-type]
         self.port = self.door.port
 
     def close(self) -> None:

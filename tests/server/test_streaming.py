@@ -15,6 +15,7 @@ from tests.fakes import FailingRunner
 from tests.script import follow
 from tests.server.door_server import wait_until
 from tests.server.live import LiveServer, live_server, slowed, talker
+from tests.stopwatch import Stopwatch
 from tests.text.vocabularies import id_of
 
 pytestmark = pytest.mark.jax
@@ -94,9 +95,9 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(slow_server: LiveS
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     connection.close()
     slow_server.left()
-    begun_s = time.monotonic()
+    watch = Stopwatch()
     wait_until(lambda: not slow_server.engine._engine.has_work and slow_server.engine._engine.pages.num_in_use == 0)
-    assert time.monotonic() - begun_s < 1.0
+    assert watch.seconds() < 1.0
 
 
 def test_clients_that_leave_while_they_wait(slow_server: LiveServer) -> None:
@@ -149,10 +150,10 @@ def test_an_error_on_the_way_is_an_event_and_the_end(chat_tokenizer: Tokenizer) 
         connection = server.stream_until("/v1/chat/completions", {**LONG, "stream": True}, lambda seen: seen.count(b"data: ") >= 3)
         is_bad = True
         content = b""
-        begun_s = time.monotonic()
+        watch = Stopwatch()
         while not content.endswith(b"0\r\n\r\n"):
             content += connection.recv(65536)
-        assert time.monotonic() - begun_s < 1.0
+        assert watch.seconds() < 1.0
         connection.close()
         server.counts[End.FAILED] += 1
         server.num_unsure += 1
