@@ -214,7 +214,8 @@ class _Load:
     @property
     def promised(self) -> int:
         """Pages for the known tokens of the running sequences and one more of each, beyond those they hold."""
-        if self._promised is None:
+        if self._promised is None or self._arithmetic.windows:
+            # Behind a window a page comes back for its owner only while nobody else holds it, and the candidate may have come to.
             self._promised = self._running.promised_pages()
         return self._promised
 

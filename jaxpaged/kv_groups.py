@@ -78,12 +78,13 @@ class PageArithmetic:
             num_pages -= self.num_given_back(tables[index])
         return num_pages
 
-    def pages_to_come(self, tables: PageTables, num_tokens: int, least: int = 0) -> int:
+    def pages_to_come(self, tables: PageTables, num_tokens: int, refs: Sequence[int], least: int = 0) -> int:
         """Pages that a sequence with these tables will take beyond them, on its way to `num_tokens` tokens.
 
         Args:
             tables: the sequence's.
             num_tokens: of the sequence, then.
+            refs: of each page of the pool, how many tables hold it.
             least: pages that a windowed group takes at least, if any: with 1, one that holds the most already takes another before
                 one behind its window comes back, since steps in flight keep it.
         """
@@ -92,8 +93,12 @@ class PageArithmetic:
             return 0
         num_pages = num_entries * self.num_full
         for (index, _), most in zip(self.windows, self._most_windowed, strict=True):
-            num_held = len(tables[index]) - self.num_given_back(tables[index])
-            num_pages += min(num_entries, max(least, most - num_held))
+            first = self.num_given_back(tables[index])
+            num_more = max(least, most - (len(tables[index]) - first))
+            if num_more < num_entries:
+                # What others hold as well is not there for it once it is behind the window.
+                num_more = max(least, most - sum(refs[page] == 1 for page in tables[index][first:]))
+            num_pages += min(num_entries, num_more)
         return num_pages
 
     def num_given_back(self, table: Sequence[int]) -> int:

@@ -208,6 +208,10 @@ class PageManager:
         refs = self._refs
         return sum(refs[page] == 1 for table in tables for page in table)
 
+    def pages_to_come(self, tables: PageTables, num_tokens: int, least: int = 0) -> int:
+        """As `PageArithmetic.pages_to_come`. For windowed groups it changes when others begin or cease to share pages of `tables`."""
+        return self.arithmetic.pages_to_come(tables, num_tokens, self._refs, least)
+
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Verifies the pool's books; linear in the number of pages.
 

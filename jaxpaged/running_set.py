@@ -117,7 +117,7 @@ class RunningSet:
         # The last token of an answer is never computed, nor in the next step the one that it will sample.
         most = sequence.max_total_tokens - 1
         num_tokens = most if is_guarded(sequence) else min(sequence.num_tokens + (sequence.num_pending_ids == 0), most)
-        return self._pages.arithmetic.pages_to_come(sequence.tables, num_tokens, least)
+        return self._pages.pages_to_come(sequence.tables, num_tokens, least)
 
     def kept_pages(self, sequence: Sequence) -> int:
         """Pages that must stay available for guarded sequences other than this one."""

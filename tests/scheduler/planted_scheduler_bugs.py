@@ -8,6 +8,7 @@ import pytest
 from jaxpaged import admission, running_set
 from jaxpaged.admission import Admission
 from jaxpaged.admission_limits import AdmissionLimits, Deadlines
+from jaxpaged.errors import JaxpagedError, QueueTimeoutError
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import FinishReason
@@ -258,10 +259,10 @@ def failed_sequence_is_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def queue_limit_ends_those_that_run(patch: pytest.MonkeyPatch) -> None:
-    def expired(self: Deadlines, now_s: float) -> list[tuple[EngineSequence, str]]:
+    def expired(self: Deadlines, now_s: float) -> list[tuple[EngineSequence, JaxpagedError]]:
         found = [entry[2] for entry in self._heap if entry[0] <= now_s and not entry[2].is_finished]
         self._heap = [entry for entry in self._heap if entry[0] > now_s]
-        return [(sequence, "too late") for sequence in found]
+        return [(sequence, QueueTimeoutError("too late")) for sequence in found]
 
     patch.setattr(Deadlines, "expired", expired)
 
@@ -347,7 +348,7 @@ SCHEDULER_BUGS = [
         (turn_bugs.spare_tokens_are_not_spent, 170),
         (turn_bugs.drain_is_ignored, 0),
         (turn_bugs.places_are_taken_while_draining, 19),
-        (turn_bugs.tokens_go_to_running_prompts_first, 19),
+        (turn_bugs.tokens_go_to_running_prompts_first, 2),
         (hit_is_one_token_long, 1),
         (late_token_is_kept, 0),
         (rows_of_an_earlier_admission_count, 22),

@@ -365,9 +365,9 @@ class Simulation:
             for group, table in zip(self.pages.groups, sequence.tables, strict=True):
                 num_to_come = num_entries - len(table)
                 if group.window is not None:
-                    # The pages of a window, one that fills up, and one that steps in flight keep.
+                    # The pages of a window, one that fills up, and one that steps in flight keep; none that would stay with others.
                     most = -(-(group.window - 1) // page_size) + 2
-                    num_to_come = min(num_to_come, most - sum(map(bool, table)))
+                    num_to_come = min(num_to_come, most - sum(self.pages.ref_count(page) == 1 for page in table))
                 kept += num_to_come
         assert kept <= self.pages.num_available, "pages that are kept for somebody were given away"
 

@@ -96,13 +96,14 @@ def test_pages_that_a_sequence_will_take_while_steps_in_flight_keep_those_behind
     full = list(range(1, 7))
 
     def to_come(tables: PageTables, num_tokens: int) -> int:
-        return arithmetic.pages_to_come(tables, num_tokens, 1)
+        return arithmetic.pages_to_come(tables, num_tokens, [1] * 7, 1)
 
     assert [to_come((full, [0, 0, 0, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
     assert [to_come((full, [0, 0, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
     assert [to_come((full, [1, 2, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 2, 2, 3, 4]
     # Until its end it takes as many as come back.
-    assert [arithmetic.pages_to_come((full, [0, 0, 3, 4, 5, 6]), num_tokens) for num_tokens in (24, 25, 28, 29, 33)] == [0, 1, 1, 2, 3]
+    until_end = [arithmetic.pages_to_come((full, [0, 0, 3, 4, 5, 6]), num_tokens, [1] * 7) for num_tokens in (24, 25, 28, 29, 33)]
+    assert until_end == [0, 1, 1, 2, 3]
 
 
 def test_the_same_tokens_of_two_groups_are_two_pages() -> None:
