@@ -32,7 +32,6 @@ def test_named_tests_exist() -> None:
 def test_each_case_has_a_test_or_says_what_it_waits_for() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| O-\d\d \|", line)]
-    assert [row[0] for row in rows] == CASES
-    for case, *_, state in rows:
-        row = next(line for line in text.splitlines() if line.startswith(f"| {case} |"))
-        assert bool(named_tests(row)) != state.startswith("waits for"), row
+    assert {row[0] for row in rows} >= set(CASES)
+    for row in rows:
+        assert bool(named_tests(" | ".join(row))) != row[-1].startswith("waits for"), row
