@@ -10,14 +10,14 @@ from server.protocol.chat import Message
 
 
 def template_messages(messages: Sequence[Message], *, is_joined: bool = False) -> list[dict[str, Any]]:
-    """Plain data for a chat template: `developer` is `system`, refusals are text, arguments of tool calls are objects.
+    """Plain data for a chat template: `developer` is `system`, refusals are text.
 
     Args:
         messages: as they came.
         is_joined: system messages at the beginning are one, with a blank line between them.
 
     Raises:
-        ChatTemplateError: a part of a content that is no text, or arguments that are no JSON.
+        ChatTemplateError: a part of a content that is no text.
     """
     made = [_template_message(index, message) for index, message in enumerate(messages)]
     if is_joined:
@@ -39,7 +39,7 @@ def _template_message(index: int, message: Message) -> dict[str, Any]:
     if content is not None:
         made["content"] = content
     if message.tool_calls:
-        made["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls)]
+        made["tool_calls"] = message.tool_calls
     return made
 
 
@@ -50,14 +50,3 @@ def _part_text(part: Any, where: str) -> str:
     if text is None:
         raise ChatTemplateError(f"{where} is a part of type {part.type[:40]!r} without text: this model takes text parts only", param=where)
     return text
-
-
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Templates go over the arguments by name; clients send them as a text of JSON."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": msgspec.json.decode(arguments or "{}")}}
-    except (msgspec.DecodeError, RecursionError):
-        raise ChatTemplateError(f"{where}.function.arguments is no JSON: {arguments[:40]!r}", param=f"{where}.function.arguments") from None
