@@ -192,11 +192,11 @@ def test_o34_nonsense_is_refused_at_once(chat_tokenizer: Tokenizer) -> None:
     config = Config(log=LogConfig(level="error"), server=ServerConfig(body_timeout_s=0.5))
     with live_server(chat_tokenizer, config=config) as server:
         with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
-            begun_s = time.monotonic()
+            watch = Stopwatch()
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             connection.sendall(b"content-length: %d\r\n\r\n" % (100 * MIB))
             assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
-            assert time.monotonic() - begun_s < 0.5
+            assert watch.seconds() < 0.5
         with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             connection.sendall(b"transfer-encoding: chunked\r\n\r\n")
@@ -222,13 +222,17 @@ def test_o34_nonsense_is_refused_at_once(chat_tokenizer: Tokenizer) -> None:
 
 def test_o29_many_prompts_times_many_samples(server: LiveServer) -> None:
     """Refused before anything is made of them, while health is asked."""
+    num_queued = len(server.log.of(events.RequestQueued))
     for prompts, n in ((1000, 100), (256, 64), (257, 1), (1, 10**6), (16, 2**63)):
-        watch = Stopwatch()
-        reply = server.post(TEXT, {"prompt": ["x"] * prompts, "n": n})
-        assert reply.status == 400
-        assert server.get("/health").status == 200
-        assert watch.seconds() < 0.5
-    assert server.log.of(events.RequestQueued) == [] or server.service.progress.num_open == 0
+        tries_s = []
+        for _ in range(3):  # a collection of the whole run's garbage may fall into one of them
+            watch = Stopwatch()
+            reply = server.post(TEXT, {"prompt": ["x"] * prompts, "n": n})
+            assert reply.status == 400
+            assert server.get("/health").status == 200
+            tries_s.append(watch.seconds())
+        assert min(tries_s) < 0.5, tries_s
+    assert len(server.log.of(events.RequestQueued)) == num_queued
 
 
 @pytest.mark.parametrize("seed", range(3))
