@@ -40,14 +40,15 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     programs_folder = _programs_folder(config)
     use_persistent_cache(programs_folder)
     phase("load", f"loading {files.name}")
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
     source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
     facts, description = source.described.facts, source.described.description
+    limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
+    _check_pool(config, facts, limits)
+    source.read_ahead()
+    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
-    limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
-    _check_pool(config, facts, limits)
     with memory_budget():
         model = source.load()
     num_programs = len(limits.token_buckets)

@@ -1,6 +1,9 @@
 """A model's weights from what an earlier start kept of them, or else from its files."""
 
+import concurrent.futures
+
 import msgspec
+import numpy as np
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import open_checkpoint
@@ -34,6 +37,7 @@ class ModelSource:
             UnsupportedModelError: an architecture or variant that we do not run.
         """
         self._files, self._num_threads = files, num_threads
+        self._ahead: concurrent.futures.Future[dict[str, np.ndarray] | None] | None = None
         self._kept = KeptModel(files, max_weight_bytes=config.max_kept_weights)
         options = (config.dtype, config.max_model_len, is_gpu)
         description = self._kept.read_description(ModelDescription, options)
@@ -44,17 +48,30 @@ class ModelSource:
         else:
             self.described = with_structure(description)
 
+    def read_ahead(self) -> None:
+        """Begins with what an earlier load kept, on a thread of its own; `load` goes on from there."""
+        pool = concurrent.futures.ThreadPoolExecutor(1, "jaxpaged-ahead")
+        self._ahead = pool.submit(self._map_kept)
+        pool.shutdown(wait=False)
+
     def load(self) -> LoadedModel:
         """Puts the weights on the device: mapped from the file of an earlier load, or converted, and kept for the next one.
 
         Raises:
             CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
         """
-        # Weights do not depend on the longest text, which rotary positions may.
-        options = (self.described.facts.dtype_name, msgspec.json.encode(self.described.description.hf_config))
-        arrays = self._kept.map_weights(options, num_threads=self._num_threads)
+        ahead, self._ahead = self._ahead, None
+        arrays = self._map_kept() if ahead is None else ahead.result()
         if arrays is None:
             with open_checkpoint(self._files) as checkpoint:
                 arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads)
-            self._kept.keep_weights(arrays, options)
+            self._kept.keep_weights(arrays, self._weight_options)
         return to_device(self.described, arrays)
+
+    def _map_kept(self) -> dict[str, np.ndarray] | None:
+        return self._kept.map_weights(self._weight_options, num_threads=self._num_threads)
+
+    @property
+    def _weight_options(self) -> object:
+        # Without the longest text: weights do not depend on it, although rotary positions may.
+        return (self.described.facts.dtype_name, msgspec.json.encode(self.described.description.hf_config))

@@ -31,6 +31,26 @@ class LoadedModel(NamedTuple):
         return cls(facts_of(structure.config), lambda: structure, params)
 
     @property
+    def family(self) -> Any:
+        """The family's module."""
+        return self.structure().family
+
+    @property
+    def config(self) -> Any:
+        """The family's `Config`."""
+        return self.structure().config
+
+    @property
+    def graphdef(self) -> Any:
+        """What `nnx.merge` takes beside the parameters."""
+        return self.structure().graphdef
+
+    @property
+    def treedef(self) -> Any:
+        """How the leaves make up the parameters' tree."""
+        return self.structure().treedef
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(leaf.nbytes for leaf in self.params)
@@ -74,8 +94,8 @@ class StepProgram:
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             from flax import nnx  # late: it is needed only where a program is traced
 
-            structure = self._structure()
             batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
+            structure = self._structure()
             model = nnx.merge(structure.graphdef, jax.tree.unflatten(structure.treedef, params))
             hidden, cache = model(state.cache, batch)
             rows, targets = batch.sampling, batch.target_slots

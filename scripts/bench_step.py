@@ -13,7 +13,6 @@ import json
 import statistics
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,7 +39,9 @@ def random_model(dtype: str) -> LoadedModel:
     )
     structure = make_structure(llama, config)
     rng = np.random.default_rng(0)
-    params = tuple(jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in structure.expected.values())
+    params = tuple(
+        jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in structure.expected.values()
+    )
     return LoadedModel.of(structure, params)
 
 

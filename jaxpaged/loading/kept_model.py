@@ -66,7 +66,7 @@ class KeptModel:
         """Keeps what can be told in JSON without loss; anything else is found out again at each start."""
         path = self._file(_DESCRIPTION, options)
         described = msgspec.json.encode(description)
-        if path is None or self._has_changed() or msgspec.json.decode(described, type=type(description)) != description:
+        if path is None or self._has_changed() or not _tells(described, description):
             return
         with contextlib.suppress(OSError), whole_file(path) as file:
             file.write(hashlib.sha256(described).hexdigest().encode() + described)
@@ -113,6 +113,14 @@ class KeptModel:
             left = [path for path in found if path.suffix == UNFINISHED and not is_younger(path, KEPT_S)]
             for path in (*kept[most:], *left):
                 path.unlink(missing_ok=True)
+
+
+def _tells(described: bytes, description: msgspec.Struct) -> bool:
+    """Whether nothing was lost on the way to JSON, which has no infinity and no numbers as keys."""
+    try:
+        return bool(msgspec.json.decode(described, type=type(description)) == description)
+    except msgspec.MsgspecError:
+        return False
 
 
 def _note_use(path: Path) -> None:

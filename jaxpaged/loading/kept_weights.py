@@ -79,14 +79,11 @@ def map_weights(path: Path, *, num_threads: int = 1) -> dict[str, np.ndarray] | 
     if hasattr(mmap, "MADV_WILLNEED"):
         file.buffer.madvise(mmap.MADV_WILLNEED)
     contents = [file.view(leaf.start, leaf.start + leaf.num_bytes) for leaf in leaves]
-    due = [(piece, due) for leaf, content in zip(leaves, contents, strict=True) for piece, due in zip(_pieces(content), leaf.sums, strict=True)]
+    pieces = [piece for content in contents for piece in _pieces(content)]
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-kept") as pool:
-        is_whole = all(pool.map(lambda pair: _sum(pair[0]) == pair[1], due))
-    if not is_whole:
-        return None
-    return {
-        leaf.name: content.view(np.dtype(leaf.dtype)).reshape(leaf.shape) for leaf, content in zip(leaves, contents, strict=True)
-    }
+        if list(pool.map(_sum, pieces)) != [due for leaf in leaves for due in leaf.sums]:
+            return None
+    return {leaf.name: content.view(np.dtype(leaf.dtype)).reshape(leaf.shape) for leaf, content in zip(leaves, contents, strict=True)}
 
 
 def _read_leaves(file: MappedFile) -> list[_Leaf] | None:
