@@ -1,6 +1,7 @@
 """What `generate` and `chat` share: options, log and engine of a program that runs in a terminal."""
 
 import argparse
+import atexit
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -119,8 +120,8 @@ def running_engine(config: Config, make: MakeEngine = make_llm) -> Iterator[Runn
     sinks = (log,) if progress is None else (log, progress)
     try:
         llm = make(config, sinks)
-        # Modules, programs and engine stay to the end of this process, whose last collections would look through all of them.
-        gc.freeze()
+        # The interpreter's last collections would look through a million objects that go with the process anyway: half a second.
+        atexit.register(gc.freeze)
         try:
             engine = RunningEngine(llm, sinks)
             engine.settle()
