@@ -208,6 +208,8 @@ class Intake:
 
         Raises:
             ChatTemplateError: no template, malformed messages, or the template refuses them.
+            ContextLengthError: too long for the context in any case; it is not tokenized then.
+            InvalidRequestError: half of a surrogate pair.
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise ChatTemplateError(
@@ -216,12 +218,15 @@ class Intake:
         for name in ARGUMENTS_OF_TEMPLATES:
             if variables and name in variables:
                 raise ChatTemplateError(f"{name} cannot be set as a variable of the chat template", param="chat_template_kwargs")
-        return self.tokenizer.apply_chat_template(
+        rendered = self.tokenizer.render_chat(
             list(messages),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **(variables or {}),
         )
+        texts = rendered.texts
+        self._check_length(texts, num_ids=len(rendered.pieces) - len(texts))
+        return self.tokenizer.encode_chat(rendered)
 
     def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -259,18 +264,20 @@ class Intake:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
-        if self._max_model_len is not None and num_bytes >= self._max_model_len:
-            self._check_bytes(num_bytes, self._max_model_len)
+        self._check_length([text])
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _check_bytes(self, num_bytes: int, max_model_len: int) -> None:
-        """Tokenizing takes a second for every few megabytes, which a text that cannot fit is not worth."""
+    def _check_length(self, texts: Sequence[str], num_ids: int = 0) -> None:
+        """Tokenizing takes a second for every few megabytes, which texts that cannot fit, with the ids beside them, are not worth."""
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
+        max_model_len = self._max_model_len
+        if max_model_len is None or num_bytes + num_ids < max_model_len:
+            return
         longest = self.tokenizer.max_bytes_per_token
-        if longest is None or (least := -(-num_bytes // longest)) < max_model_len:
+        if longest is None or (least := -(-num_bytes // longest) + num_ids) < max_model_len:
             return
         raise ContextLengthError(
             f"The prompt has {num_bytes} bytes, which are at least {least} tokens since none is longer than {counted(longest, 'byte')}, "
