@@ -1,5 +1,6 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         generation_config=described.generation_config if config.model.generation_config == "auto" else {},
         eos_token_ids=eos_token_ids,
         vocab=model.config.vocab,
-        seed=config.model.seed,
+        seed=secrets.randbits(63) if config.model.seed is None else config.model.seed,
         max_logprobs=config.sampling.max_logprobs,
         max_model_len=runner.limits.max_model_len,
     )

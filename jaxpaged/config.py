@@ -19,6 +19,10 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 BYTES = {"unit": "bytes"}
 SECRET = {"secret": True}
+VLLM_CACHE_DTYPES = {
+    "spellings": {"bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32", "fp8": "fp8_e4m3"},
+}
+"""Other words for a choice."""
 """Marks of fields (`Meta.extra`): a size that takes 512MiB or 1.5GiB; a value that is never printed."""
 
 
@@ -64,7 +68,9 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     generation_config: Annotated[
         Literal["auto", "neutral", "vllm"], _doc("auto: unset sampling values come from the model's generation_config.json")
     ] = "auto"
-    seed: Annotated[int, _doc("seeds the requests that bring no seed of their own", ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[
+        int | None, _doc("seeds the requests that bring no seed of their own; none: drawn at the start", ge=0, le=2**63 - 1)
+    ] = 0
     hf_token: Annotated[str | None, _doc("token for gated hub models; never printed", extra=SECRET)] = None
     offline: Annotated[bool, _doc("never use the network: the model must be a local path or already pulled")] = False
     trust_remote_code: Annotated[bool, _doc("refused: code from model repositories is never run")] = False
@@ -75,9 +81,10 @@ class CacheConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     page_size: Annotated[int, _doc("tokens per page", ge=1, le=256)] = 16
     memory: Annotated[int | None, _doc("bytes of the page pool; none: 512 MiB on CPU, what is left on GPU", ge=1, extra=BYTES)] = None
-    dtype: Annotated[Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"], _doc("type of keys and values in the pool; auto: the model's")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"],
+        _doc("type of keys and values in the pool; auto: the model's; vLLM's spellings too", extra=VLLM_CACHE_DTYPES),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("share full pages between requests that begin alike")] = True
     gpu_memory_utilization: Annotated[float, _doc("share of the GPU's memory that the process may use", gt=0, le=1)] = 0.92
 
