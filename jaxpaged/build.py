@@ -2,7 +2,6 @@
 
 import secrets
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -17,16 +16,15 @@ from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
-from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
-from jaxpaged.model_loader import describe_model, load_model
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_source import ModelSource
+from jaxpaged.model_structure import ModelFacts
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
-from jaxpaged.step_program import LoadedModel
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.traced_programs import TracedPrograms
 
@@ -43,21 +41,17 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     programs_folder = _programs_folder(config)
     use_persistent_cache(programs_folder)
     phase("load", f"loading {files.name}")
+    source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
+    facts, description = source.described.facts, source.described.description
+    limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
+    _check_pool(config, facts, limits)
+    source.read_ahead()
     tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
-    with open_checkpoint(files) as checkpoint:
-        described = describe_model(config.model, checkpoint, is_gpu=is_gpu)
-        eos_token_ids = frozenset((*described.eos_token_ids, *tokenizer.eos_token_ids))
-        if len(eos_token_ids) > MAX_EOS_IDS:
-            raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
-        limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
-        _check_pool(config, described.config, limits)
-        with memory_budget():
-            model = load_model(checkpoint, described, num_threads=num_threads)
-
-    def load_again() -> LoadedModel:
-        with open_checkpoint(files) as checkpoint:
-            return load_model(checkpoint, described, num_threads=num_threads)
-
+    eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
+    if len(eos_token_ids) > MAX_EOS_IDS:
+        raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    with memory_budget():
+        model = source.load()
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
@@ -78,20 +72,20 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             model,
             limits=limits,
             cache=config.cache,
-            num_ids=min(tokenizer.vocab_size, model.config.vocab),
+            num_ids=min(tokenizer.vocab_size, facts.vocab),
             max_parallel=config.compilation.max_parallel or num_threads,
             logprobs_mode=config.sampling.logprobs_mode,
             traced=TracedPrograms(programs_folder and programs_folder / "traced"),
-            load_again=load_again,
+            load_again=source.load,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
         )
     intake = Intake(
         tokenizer,
-        generation_config=described.generation_config if config.model.generation_config == "auto" else {},
+        generation_config=description.generation_config if config.model.generation_config == "auto" else {},
         eos_token_ids=eos_token_ids,
-        vocab=model.config.vocab,
+        vocab=facts.vocab,
         seed=secrets.randbits(63) if config.model.seed is None else config.model.seed,
         max_logprobs=config.sampling.max_logprobs,
         max_model_len=runner.limits.max_model_len,
@@ -109,7 +103,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         events.EngineStarted(
             time_s=clocks.wall(),
             model=files.name,
-            dtype=str(model.config.dtype),
+            dtype=facts.dtype_name,
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             pool_bytes=runner.pool_bytes,
@@ -125,7 +119,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     return engine, intake
 
 
-def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
+def _check_pool(config: Config, model: ModelFacts, limits: StepLimits) -> None:
     """Refuses a pool that can hold nothing, or a reserve that leaves nothing of it, where its size is known before the weights are there.
 
     Raises:

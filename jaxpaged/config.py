@@ -68,6 +68,9 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     generation_config: Annotated[
         Literal["auto", "neutral", "vllm"], _doc("auto: unset sampling values come from the model's generation_config.json")
     ] = "auto"
+    max_kept_weights: Annotated[
+        int, _doc("size up to which converted weights are kept in the cache folder, for later starts to map; 0: never", ge=0, extra=BYTES)
+    ] = 4 * GIB
     seed: Annotated[
         int | None, _doc("seeds the requests that bring no seed of their own; none: drawn at the start", ge=0, le=2**63 - 1)
     ] = 0

@@ -23,10 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -37,6 +35,7 @@ from jaxpaged.engine import Clocks, Engine
 from jaxpaged.intake import Intake
 from jaxpaged.kv_groups import FULL
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_structure import make_structure
 from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
 from jaxpaged.settings import StepLimits, decide_limits
@@ -113,9 +112,8 @@ def tiny_runner(limits: StepLimits, tokenizer: Tokenizer) -> ModelRunner:
         dtype=np.dtype(np.float32),
         windows=(None,),
     )
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
-    leaves, treedef = jax.tree.flatten(state)
-    model = LoadedModel(llama, config, graphdef, treedef, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
+    structure = make_structure(llama, config)
+    model = LoadedModel.of(structure, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in structure.expected.values()))
     return ModelRunner(model, limits=limits, cache=CacheConfig(memory=512 * MIB), num_ids=tokenizer.vocab_size, max_parallel=2)
 
 

@@ -13,14 +13,13 @@ import json
 import statistics
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
 from jaxpaged.model_loader import DTYPES
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_structure import make_structure
 from jaxpaged.models import llama
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
@@ -38,11 +37,12 @@ def random_model(dtype: str) -> LoadedModel:
     config = llama.Config(
         **SMOLLM2, max_positions=CONTEXT, norm_eps=1e-5, rope_theta=1e5, is_tied=True, dtype=DTYPES[dtype], windows=(None,) * 30
     )
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
-    leaves, treedef = jax.tree.flatten(state)
+    structure = make_structure(llama, config)
     rng = np.random.default_rng(0)
-    params = tuple(jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in leaves)
-    return LoadedModel(llama, config, graphdef, treedef, params)
+    params = tuple(
+        jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in structure.expected.values()
+    )
+    return LoadedModel.of(structure, params)
 
 
 def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) -> ModelRunner:
@@ -53,7 +53,7 @@ def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) 
         compilation=CompilationConfig(token_buckets=tuple(sorted({*buckets, budget}))),
     )
     limits = decide_limits(config, is_gpu=False, model_max_len=CONTEXT)
-    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.config.vocab, max_parallel=2)
+    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.facts.vocab, max_parallel=2)
 
 
 def rows_of(spans: list[tuple[int, int]], page_size: int) -> list[ScheduledRow]:

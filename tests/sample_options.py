@@ -12,6 +12,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "model.chat_template": ("{{ messages }}", "{{ messages }}"),
     "model.template_timeout_s": ("0.5", 0.5),
     "model.generation_config": ("neutral", "neutral"),
+    "model.max_kept_weights": ("64MiB", 64 * 2**20),
     "model.seed": ("7", 7),
     "model.hf_token": ("hf_1", "hf_1"),
     "model.offline": ("yes", True),
