@@ -19,7 +19,8 @@ from jaxpaged.largest_logits import Largest
 
 _NUM_SLICES = 16
 _BITS_AT_ONCE = 3
-_NUM_BITS = 32
+_WEIGHT_BITS = 30
+"""Weights are at most 1, whose bits are less than 2 ** 30."""
 
 
 class Kept(NamedTuple):
@@ -142,20 +143,21 @@ def _from_ordered_bits(bits: UInt32[Array, "rows"]) -> Float[Array, "rows"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _last_that_has(is_enough: Callable[[Array], Array], num_rows: int) -> UInt32[Array, "rows"]:
-    """The largest 32 bits that `is_enough` holds for, which holds for all smaller ones; some bits are tried at once.
+def _last_that_has(is_enough: Callable[[Array], Array], num_rows: int, num_bits: int) -> UInt32[Array, "rows"]:
+    """The largest number that `is_enough` holds for, which holds for all smaller ones; some bits are tried at once.
 
     Args:
         is_enough: [rows, candidates] to booleans.
         num_rows: how many rows.
+        num_bits: of the number.
     """
     choices = jnp.arange(1, 2**_BITS_AT_ONCE, dtype=jnp.uint32)
-    num_steps = -(-_NUM_BITS // _BITS_AT_ONCE)
+    num_steps = -(-num_bits // _BITS_AT_ONCE)
 
     def step(index: Array, found: Array) -> Array:
         shift = ((num_steps - 1 - index) * _BITS_AT_ONCE).astype(jnp.uint32)
         candidates = found[:, None] | (choices << shift)
-        fits = choices <= jnp.uint32(2**_NUM_BITS - 1) >> shift
+        fits = choices <= jnp.uint32(2**num_bits - 1) >> shift
         num_enough = jnp.sum(is_enough(candidates) & fits, axis=1, dtype=jnp.uint32)
         return found | (num_enough << shift)
 
@@ -169,7 +171,7 @@ def _kth_largest(scaled: Float[Array, "rows vocab"], top_k: Int32[Array, "rows"]
         count = _sum_of_slices(ordered, lambda part: (part[:, None] >= candidates[:, :, None]).astype(jnp.int32))
         return count >= top_k[:, None]
 
-    return _from_ordered_bits(_last_that_has(is_enough, scaled.shape[0]))
+    return _from_ordered_bits(_last_that_has(is_enough, scaled.shape[0], 32))
 
 
 def _mass_edge(weights: Float[Array, "rows vocab"], wanted: Float[Array, "rows"]) -> Float[Array, "rows"]:
@@ -182,4 +184,4 @@ def _mass_edge(weights: Float[Array, "rows vocab"], wanted: Float[Array, "rows"]
 
         return _sum_of_slices(bits, terms) >= wanted[:, None]
 
-    return lax.bitcast_convert_type(_last_that_has(is_enough, weights.shape[0]), jnp.float32)
+    return lax.bitcast_convert_type(_last_that_has(is_enough, weights.shape[0], _WEIGHT_BITS), jnp.float32)

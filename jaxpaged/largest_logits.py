@@ -1,5 +1,6 @@
 """The largest logits of each row, found by maxima of blocks of ids: a sort of the whole vocabulary would take far longer."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,8 +9,6 @@ from jaxtyping import Array, Float, Int32
 
 NUM_TOP = 128
 """Largest logits looked at before the whole vocabulary is."""
-_FEW_IDS = 32 * NUM_TOP
-"""So many are searched at once, without blocks."""
 _ALL_BUT_SIGN = 2**31 - 1
 
 
@@ -34,14 +33,24 @@ def highest_of(maxima: Float[Array, "rows blocks"]) -> Float[Array, "rows"]:
 
 
 def find_largest(logits: Float[Array, "rows vocab"], maxima: Float[Array, "rows blocks"]) -> Largest:
-    """The largest logits of each row.
+    """The largest logits of each row: they lie in as many blocks as there are of them, those with the largest maxima.
 
     Args:
         logits: float32.
         maxima: `block_maxima` of them.
     """
-    values, ids = _largest_of(logits, maxima)
-    return Largest(values, ids, highest_of(maxima))
+    num_rows, vocab = logits.shape
+    num_top, num_blocks = min(NUM_TOP, vocab), maxima.shape[1]
+    highest = highest_of(maxima)
+    if num_blocks <= num_top:
+        values, ids = lax.top_k(logits, num_top)
+        return Largest(values, ids.astype(jnp.int32), highest)
+    chosen = lax.top_k(maxima, num_top)[1][:, None, :]
+    blocks = in_blocks(logits)
+    values = jnp.take_along_axis(blocks, chosen, axis=2).reshape(num_rows, -1)
+    ids = (jnp.arange(blocks.shape[1])[:, None] * num_blocks + chosen).reshape(num_rows, -1)
+    values, at = lax.top_k(values, num_top)
+    return Largest(values, jnp.take_along_axis(ids, at, axis=1).astype(jnp.int32), highest)
 
 
 def first_of_the_highest(logits: Float[Array, "rows vocab"], highest: Float[Array, "rows"]) -> Int32[Array, "rows"]:
@@ -60,25 +69,10 @@ def in_blocks(logits: Float[Array, "rows vocab"]) -> Array:
 
 
 def _block_size(vocab: int) -> int:
-    """About the size that makes the searches of blocks of blocks, of blocks and of ids equally long; if it can be, a divisor."""
-    best = max(2, round((vocab / NUM_TOP) ** (1 / 3)))
-    sizes = sorted(range(max(2, best // 2), 2 * best + 1), key=lambda size: abs(size - best))
+    """About the size that costs both searches for the largest the same; if it can be, one that divides the vocabulary."""
+    best = max(1, math.isqrt(vocab // NUM_TOP))
+    sizes = sorted(range(max(1, best // 2), 2 * best + 1), key=lambda size: abs(size - best))
     return next((size for size in sizes if vocab % size == 0), best)
-
-
-def _largest_of(values: Array, maxima: Array) -> tuple[Array, Array]:
-    """They lie in as many blocks as there are of them, those with the largest maxima; likewise these, in blocks of blocks."""
-    num_rows, count = values.shape
-    num_blocks = maxima.shape[1]
-    if count <= _FEW_IDS or num_blocks <= NUM_TOP:
-        top, at = lax.top_k(values, min(NUM_TOP, count))
-        return top, at.astype(jnp.int32)
-    chosen = _largest_of(maxima, jnp.max(in_blocks(maxima), axis=1))[1][:, None, :]
-    blocks = in_blocks(values)
-    own = jnp.take_along_axis(blocks, chosen, axis=2).reshape(num_rows, -1)
-    ids = (jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None] * num_blocks + chosen).reshape(num_rows, -1)
-    top, at = lax.top_k(own, NUM_TOP)
-    return top, jnp.take_along_axis(ids, at, axis=1)
 
 
 def _swap_negatives(bits: Array) -> Array:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxpaged.batch import SamplingRows
 from jaxpaged.kept_ids import Kept, KeptByLargest, kept_by_largest, scale, search_kept
-from jaxpaged.largest_logits import Largest, block_maxima, find_largest, first_of_the_highest, highest_of
+from jaxpaged.largest_logits import block_maxima, find_largest, first_of_the_highest, highest_of
 from jaxpaged.request import GREEDY_TEMPERATURE
 
 NUM_FEW = 4

@@ -19,8 +19,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
-from jaxpaged.model_loader import DTYPES
 from jaxpaged.loading.model_config import settle
+from jaxpaged.model_loader import DTYPES
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.models import llama
 from jaxpaged.request import Request, SamplingParams
