@@ -115,7 +115,7 @@ def search_kept(
 
     def edge(weights: Array) -> Array:
         found = _mass_edge(weights, top_p * _sum_of_slices(weights, lambda part: part))
-        return jnp.where(wants_p, jnp.maximum(kept.weight, found), kept.weight)
+        return jnp.where(wants_p, found, kept.weight)
 
     weight = lax.cond(jnp.any(wants_p), edge, lambda _: kept.weight, weights)
     return Kept(low, weight), lax.optimization_barrier(jnp.where(weights >= weight[:, None], weights, 0))
