@@ -3,11 +3,12 @@
 import asyncio
 import http
 import socket
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from jaxpaged.config import ServerConfig
@@ -17,6 +18,33 @@ from server.error_body import error_body, error_headers
 LINGER_S = 1.0
 """After a refusal the client is read from for so long: a connection closed at once may lose what was written to it."""
 MAX_PIPELINED = 16
+_EXTENSION: Final = "jaxpaged.chunks"
+
+
+class ChunkWriter:
+    """Writes parts of one answer's body straight to the connection, past all layers; its beginning and its end go through them.
+
+    A stream so takes a third of the time for each event. Only for an answer without a length, and when its head was sent.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
+
+    @property
+    def is_paused(self) -> bool:
+        """The client does not keep up: the next part has to go through the layers, which wait."""
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Sends a part that is not empty."""
+        if not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def chunk_writer(scope: Mapping[str, Any]) -> ChunkWriter | None:
+    """Of the answer to a request with this ASGI scope; None: another server than ours runs the app."""
+    found = scope.get("extensions", {}).get(_EXTENSION)
+    return found if isinstance(found, ChunkWriter) else None
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -100,6 +128,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._arm(self._options.body_timeout_s)
         super().on_headers_complete()
+        self.scope["extensions"] = {_EXTENSION: ChunkWriter(self.cycle)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         """The request is there to its end."""
