@@ -1,6 +1,6 @@
 """How many events the HTTP layer sends: streams of an engine that takes no time, one token each at every step.
 
-    python scripts/bench_http.py [--streams 256] [--step-ms 10] [--seconds 10]
+    python scripts/bench_http.py [--streams 256] [--step-ms 10] [--seconds 10] [--chat] [--lockstep]
 
 The server runs in a process of its own over an engine without a model, which wakes the event loop once a step. Clients, in this process,
 read all streams from plain sockets and note when events come. Deltas are merged where the loop does not keep up, so that events get fewer
@@ -43,12 +43,12 @@ WORD = " word"
 
 
 class PacedEngine:
-    """Gives every open request a token at each step, once so many are open."""
+    """Gives every open request a token at each step, once so many are open; `waits`: not before the last one was sent."""
 
     max_model_len = 1_000_000
 
-    def __init__(self, step_s: float, num_streams: int) -> None:
-        self._step_s, self._num_streams = step_s, num_streams
+    def __init__(self, step_s: float, num_streams: int, *, waits: bool) -> None:
+        self._step_s, self._num_streams, self._waits = step_s, num_streams, waits
         self._open: dict[str, tuple[Mailbox, int]] = {}
         self._tokenizer = byte_level()
         threading.Thread(target=self._run, daemon=True).start()
@@ -124,12 +124,21 @@ class PacedEngine:
                     )
                 )
             if puts:
-                puts[0][0].loop.call_soon_threadsafe(_deliver, puts)
+                loop = puts[0][0].loop
+                loop.call_soon_threadsafe(_deliver, puts)
+                if self._waits:
+                    asyncio.run_coroutine_threadsafe(_sent(), loop).result()
 
 
 def _deliver(puts: list[tuple[Mailbox, RequestOutput]]) -> None:
     for mailbox, output in puts:
         mailbox.put(output)
+
+
+async def _sent() -> None:
+    """Returns when the streams have had their turns."""
+    for _ in range(8):
+        await asyncio.sleep(0)
 
 
 class Cpu(NamedTuple):
@@ -144,10 +153,10 @@ def cpu_now() -> Cpu:
     return Cpu(time.process_time(), time.thread_time())
 
 
-def serve(step_s: float, num_streams: int, pipe: Connection) -> None:
+def serve(step_s: float, num_streams: int, waits: bool, pipe: Connection) -> None:
     """The server's process: tells its port, serves until asked, and tells the CPU seconds from when all streams had begun."""
     service = Service(Config(log=LogConfig(level="error")))
-    engine: Any = PacedEngine(step_s, num_streams)
+    engine: Any = PacedEngine(step_s, num_streams, waits=waits)
     service.attach(engine)
 
     async def word_of_client() -> None:
@@ -176,6 +185,8 @@ def serve(step_s: float, num_streams: int, pipe: Connection) -> None:
 def ask_health(port: int, pipe: Connection) -> None:
     """A process that asks for health until told to stop, and tells the seconds of each answer."""
     took_s: list[float] = []
+    pipe.send("ready")
+    pipe.recv()  # all streams have begun
     while not took_s or not pipe.poll(0.05):
         asked_s = time.monotonic()
         with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -238,7 +249,8 @@ def measure(port: int, options: argparse.Namespace, server: Connection, health: 
                     server.send("the first one has ended")
                     ended_s, num_after = time.monotonic(), sum(stream.num_events for stream in streams)
         if begun_s is None and all(stream.num_events for stream in streams):
-            server.send("all have begun")
+            for pipe in (server, health):
+                pipe.send("all have begun")
             begun_s, num_before = time.monotonic(), sum(stream.num_events for stream in streams)
     for stream in streams:
         stream.socket.close()
@@ -250,13 +262,13 @@ def measure(port: int, options: argparse.Namespace, server: Connection, health: 
     times_s = [[moment for moment in stream.times_s if begun_s <= moment <= ended_s] for stream in streams]
     gaps_s = sorted(after - before for times in times_s for before, after in itertools.pairwise(times))
     seconds, events = ended_s - begun_s, num_after - num_before
-    offered = seconds * options.streams * 1000 / options.step_ms
+    num_told = sum(stream.num_events - 2 for stream in streams)  # the counts and the end are no tokens
     return {
         "streams": options.streams,
         "step_ms": options.step_ms,
         "seconds": round(seconds, 2),
         "events_per_s": round(events / seconds),
-        "merged_percent": round(max(0.0, 100 * (1 - events / offered)), 1),
+        "merged_percent": round(100 * (1 - num_told / (num_tokens * len(streams))), 1),
         "gap_p50_ms": round(1000 * gaps_s[len(gaps_s) // 2], 2),
         "gap_p99_ms": round(1000 * gaps_s[int(len(gaps_s) * 0.99)], 2),
         "health_p50_ms": round(1000 * health_s[len(health_s) // 2], 1),
@@ -273,15 +285,17 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--chat", action="store_true", help="chat completions instead of completions")
+    parser.add_argument("--lockstep", action="store_true", help="no step before the last one is sent: nothing is merged, whoever lags")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(options.step_ms / 1000, options.streams, theirs), daemon=True)
+    server = context.Process(target=serve, args=(options.step_ms / 1000, options.streams, options.lockstep, theirs), daemon=True)
     server.start()
     port = ours.recv()
     to_health, of_health = context.Pipe()
     asking = context.Process(target=ask_health, args=(port, of_health), daemon=True)
     asking.start()
+    to_health.recv()
     result = measure(port, options, ours, to_health)
     for process in (asking, server):
         process.join(10)

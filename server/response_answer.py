@@ -46,7 +46,7 @@ class ResponseAnswer:
         self, asked: Asked[ResponsesRequest], job: Job, stored: StoredResponse, engine: EngineClient, *, has_logprobs: bool
     ) -> None:
         self._asked, self._stored = asked, stored
-        self._tally = Tally(asked.record, job)
+        self._tally = Tally(asked.record, job, is_streamed=bool(asked.body.stream))
         self._names = TokenNames(engine.get_tokenizer().special_ids)
         self._num_top = asked.body.top_logprobs or 0 if has_logprobs else 0
         self._item_id = f"msg_{uuid.uuid4().hex}"

@@ -23,10 +23,11 @@ class Tally:
     Args:
         record: of the request.
         job: what the engine was asked for.
+        is_streamed: outputs come token by token, if nothing lags.
     """
 
-    def __init__(self, record: RequestRecord, job: Job) -> None:
-        self._record, self._job = record, job
+    def __init__(self, record: RequestRecord, job: Job, *, is_streamed: bool) -> None:
+        self._record, self._job, self._is_streamed = record, job, is_streamed
         self._num_prompt = sum(map(len, job.prompts))
         self._num_output = 0
         self._num_cached = [0] * len(job.prompts)
@@ -39,7 +40,10 @@ class Tally:
         record = self._record
         for index, output in outputs:
             for completion in output.outputs:
-                self._num_output += len(completion.token_ids)
+                number = len(completion.token_ids)
+                self._num_output += number
+                if number > 1 and self._is_streamed:
+                    record.num_merged += number - 1
                 if completion.finish_reason is FinishReason.LENGTH:
                     self._is_cut = True
             self._num_cached[index] = output.num_cached_tokens

@@ -140,7 +140,7 @@ class _Answer:
     def whole(self, output: Any) -> ChatResponse:
         """The answer at once."""
         asked, body = self._asked, self._body
-        tally = Tally(asked.record, self._job)
+        tally = Tally(asked.record, self._job, is_streamed=False)
         tally.take([(0, output)])
         tally.finish(end_of([output]))
         return ChatResponse(
@@ -175,7 +175,7 @@ class _Stream:
         self._names = token_names(asked, job, engine)
         self._has_usage = bool(options and options.include_usage)
         self._has_running_usage = bool(options and options.continuous_usage_stats)
-        self._tally = Tally(asked.record, job)
+        self._tally = Tally(asked.record, job, is_streamed=True)
         self._blank = ChatChunk(
             id=asked.name,
             created=asked.created,

@@ -130,7 +130,7 @@ class _Answer:
     def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
         """The answer at once."""
         asked = self._asked
-        tally = Tally(asked.record, self._job)
+        tally = Tally(asked.record, self._job, is_streamed=False)
         tally.take(list(enumerate(outputs)))
         tally.finish(end_of(outputs))
         self._prompt_logprobs = [output.prompt_logprobs for output in outputs]
@@ -186,7 +186,7 @@ class _Stream:
         self._answer, self._asked = answer, asked
         self._has_usage = bool(options and options.include_usage)
         self._has_running_usage = bool(options and options.continuous_usage_stats)
-        self._tally = Tally(asked.record, job)
+        self._tally = Tally(asked.record, job, is_streamed=True)
         self._blank = msgspec.structs.replace(answer.blank(), usage=None if self._has_usage else UNSET)
         self._num_open = len(job.prompts)
         is_one = len(job.prompts) == job.params.n == 1
