@@ -58,6 +58,7 @@ class PrometheusSink(Collector):
         self._answers: Counter[tuple[str, str]] = Counter()
         self._ends: Counter[str] = Counter()
         self._codes: Counter[str] = Counter()
+        self._num_merged = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -74,6 +75,7 @@ class PrometheusSink(Collector):
                     self._whole.observe(event.e2e_s)
                     self._queue.observe(event.queue_s)
                 case events.HttpAnswered():
+                    self._num_merged += event.num_merged
                     self._answers[event.path or "none", str(event.status)] += 1
                     if event.end:
                         self._ends[event.end] += 1
@@ -99,6 +101,8 @@ class PrometheusSink(Collector):
             yield self._queue.family("jaxpaged_queue_seconds", "From a request's arrival to its first step")
             yield _counter("jaxpaged_http_answers", "Requests over HTTP by route and status", ["path", "status"], self._answers)
             yield _counter("jaxpaged_http_ends", "Requests for an answer, by their end", ["end"], self._ends)
+            merged = "Tokens of streams that came with one before, because the event loop or the client lagged"
+            yield CounterMetricFamily("jaxpaged_http_merged_tokens", merged, value=self._num_merged)
             yield _counter("jaxpaged_http_errors", "Errors that were told, by code", ["code"], self._codes)
 
 

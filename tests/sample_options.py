@@ -77,6 +77,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "limits.max_stop_chars": ("64", 64),
     "limits.max_stop_token_ids": ("4", 4),
     "limits.max_logit_bias": ("0", 0),
+    "limits.max_body_parts": ("1000", 1000),
     "limits.max_messages": ("100", 100),
     "limits.max_request_id_chars": ("36", 36),
     "limits.max_stored_responses": ("0", 0),
