@@ -214,6 +214,7 @@ class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Figures for Prometheus."""
 
     public: Annotated[bool, _doc("/metrics asks for no key")] = False
+    vllm_names: Annotated[bool, _doc("/metrics also tells the figures under vLLM's names")] = True
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

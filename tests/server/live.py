@@ -249,7 +249,8 @@ class LiveServer:
         figures = self.figures()
         told = {end: figures.get(f"jaxpaged_http_ends_total{{end={end}}}", 0) for end in ends}
         assert told == dict(ends), "figures tell otherwise than the books"
-        finished = Counter(event.reason for event in self.log.of(events.RequestFinished))
+        finished_events = self.log.of(events.RequestFinished)
+        finished = Counter(event.reason for event in finished_events)
         assert {reason: figures.get(f"jaxpaged_requests_finished_total{{reason={reason}}}") for reason in finished} == dict(finished)
         for name, kind in (("received", events.RequestReceived), ("queued", events.RequestQueued)):
             assert figures.get(f"jaxpaged_requests_{name}_total", 0) == len(self.log.of(kind))
@@ -261,7 +262,9 @@ class LiveServer:
         if not self.engine._engine.is_dead:
             for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
                 assert figures.get(f"jaxpaged_{name}", 0) == 0, name
-        assert len(figures) < 400, "series without a bound"
+        told = sum(event.num_output_tokens for event in finished_events)
+        assert figures["jaxpaged_generation_tokens_total"] == told, "steps bring other tokens than requests end with"
+        assert len(figures) < 1500, "series without a bound"
         self._figures = figures
 
     def _validate(self, method: str, path: str, reply: Reply) -> None:
