@@ -251,6 +251,7 @@ HTTP_COUNTERS = (
 )
 
 MACHINE_GAUGES = (
+    _gauge("scrape_time_seconds", "Seconds since 1970 at which these figures were read", "now"),
     _gauge("process_memory_bytes", "Resident memory of the process in bytes", "steady after the start", "a leak: please report it"),
     _gauge("process_peak_memory_bytes", "Most resident memory that the process has had", "below the machine's"),
     _gauge("gpu_utilization_ratio", "Share of the last second in which the GPU worked, 0 to 1", "near 1 under load", "`host_bound`", "gpu"),

@@ -1,7 +1,8 @@
 """Figures of the machine: memory of the process, and what the GPUs do. They are read when asked for, and are no events."""
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,16 +21,19 @@ class MachineMetrics(Collector):
     Args:
         gpus: where readings of GPUs come from.
         status: the kernel's file about the process.
+        wall: the time of day.
     """
 
-    def __init__(self, gpus: GpuSource, status: Path = STATUS) -> None:
-        self._gpus, self._status = gpus, status
+    def __init__(self, gpus: GpuSource, status: Path = STATUS, wall: Callable[[], float] = time.time) -> None:
+        self._gpus, self._status, self._wall = gpus, status, wall
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """What can be read; a figure that cannot is absent, not 0."""
+        now = "jaxpaged_scrape_time_seconds"
+        yield GaugeMetricFamily(now, definitions()[now].doc, value=self._wall())
         for name, field in (("jaxpaged_process_memory_bytes", "VmRSS"), ("jaxpaged_process_peak_memory_bytes", "VmHWM")):
             if (value := self._memory(field)) is not None:
                 yield GaugeMetricFamily(name, definitions()[name].doc, value=value)

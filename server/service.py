@@ -42,7 +42,7 @@ class Service:
         self.engine: EngineClient | None = None
         self.progress = EngineProgress(clocks.monotonic)
         self.metrics = PrometheusSink(self.model_name if config.metrics.vllm_names else None)
-        self.machine = MachineMetrics(gpus or NvmlSource())
+        self.machine = MachineMetrics(gpus or NvmlSource(), wall=clocks.wall)
         self.emit = FanOut((*sinks, self.progress, self.metrics))
         self.ledger = Ledger(self.emit, clocks)
         self._reason = ""
