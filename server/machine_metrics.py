@@ -27,8 +27,8 @@ class MachineMetrics(Collector):
     def __init__(self, gpus: GpuSource, status: Path = STATUS, wall: Callable[[], float] = time.time) -> None:
         self._gpus, self._status, self._wall = gpus, status, wall
         self.registry = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self.registry)
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """What can be read; a figure that cannot is absent, not 0."""

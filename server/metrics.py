@@ -32,4 +32,5 @@ def metrics_routes(service: Service) -> list[HTTPRouteHandler]:
 
 
 def _text(service: Service) -> bytes:
-    return generate_latest(service.metrics.registry) + generate_latest(service.machine.registry)
+    # The time comes first: that is where texts that were written one after another are told apart.
+    return generate_latest(service.machine.registry) + generate_latest(service.metrics.registry)

@@ -119,7 +119,9 @@ def row_limit(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
         return None
 
     def is_so(window: Window) -> bool:
-        return (window.waiting or 0) >= WAITING and (window.running or 0) >= limits.rows_full * most and (window.pool or 0) < limits.pool_room
+        return (
+            (window.waiting or 0) >= WAITING and (window.running or 0) >= limits.rows_full * most and (window.pool or 0) < limits.pool_room
+        )
 
     share = seen.share(is_so)
     if share < limits.lasting_share:
@@ -144,7 +146,9 @@ def batch_too_small(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
         return None
 
     def is_so(window: Window) -> bool:
-        return (window.waiting or 0) >= WAITING and (window.running or 0) < limits.rows_full * most and (window.pool or 0) < limits.pool_room
+        return (
+            (window.waiting or 0) >= WAITING and (window.running or 0) < limits.rows_full * most and (window.pool or 0) < limits.pool_room
+        )
 
     share = seen.share(is_so)
     if share < limits.lasting_share:
@@ -207,7 +211,8 @@ def giant_prompt(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
     first_stands_out = first_worst >= limits.first_token_s and first_worst >= limits.gap_ratio * first_usual
     if not gap_stands_out and not first_stands_out:
         return None
-    where = _span([window for window in seen.windows if window.prompts is not None and any(_giants(window, limits.giant_ratio * median))])
+    least = limits.giant_ratio * median
+    where = _span([window for window in seen.windows if window.prompts is not None and any(_giants(window, least))])
     evidence = [
         Evidence("longest prompt is over", giants[-1][0], "tokens", limits.giant_ratio * median, *where),
         Evidence("such prompts", number, "requests", max(2, 0.05 * prompts.count), *where),

@@ -10,7 +10,7 @@ from jaxpaged.diagnose.windows import Observation
 from jaxpaged.histograms import EventHistograms
 from jaxpaged.metrics import EngineMetrics
 
-MAX_WINDOWS = 1024
+MAX_WINDOWS = 512
 """A longer log is looked at in longer windows."""
 MARK = b'{"event":'
 

@@ -25,14 +25,16 @@ OUR_REFUSAL: Final = re.compile(r"^(?P<time>\d{4}-\d\d-\d\dT[\d:.]+Z) .*request 
 
 VLLM: Final = re.compile(
     r"(?P<time>\d\d-\d\d \d\d:\d\d:\d\d) .*?Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, "
-    r"Avg generation throughput: (?P<generation>[\d.]+) tokens/s, Running: (?P<running>\d+) reqs, Waiting: (?P<waiting>\d+) reqs"
-    r"(?:, .*?)?(?:, Preemptions: (?P<preempted>\d+))?(?:, Swapped: \d+ reqs)?(?:, Pending: \d+ reqs)?"
-    r", GPU (?:KV )?cache usage: (?P<pool>[\d.]+)%"
+    r"Avg generation throughput: (?P<generation>[\d.]+) tokens/s, Running: (?P<running>\d+) reqs(?:, Swapped: \d+ reqs)?"
+    r", (?:Waiting|Pending): (?P<waiting>\d+) reqs.*?, GPU (?:KV )?cache usage: (?P<pool>[\d.]+)%"
 )
+VLLM_PREEMPTED: Final = re.compile(r", Preemptions: (\d+)")
 VLLM_COMPILE: Final = re.compile(r"(?P<time>\d\d-\d\d \d\d:\d\d:\d\d) .*during inference: .*causes a latency spike")
 VLLM_SEQS: Final = re.compile(r"max_num_seqs['\"]?\s*[=:]\s*(?P<seqs>\d+)")
 VLLM_TOKENS: Final = re.compile(r"max_num_batched_tokens['\"]?\s*[=:]\s*(?P<tokens>\d+)")
 VLLM_WORDS: Final = "Avg generation throughput:"
+IDLE_S: Final = 1.0
+"""So long without a step, and the engine was idle: a line about the whole engine covers only the time in which it worked."""
 MAX_INTERVAL_S: Final = 120.0
 """A longer silence between two lines is no window."""
 
@@ -68,6 +70,8 @@ def read_our_log(lines: Iterable[str]) -> Observation:
             tokens = float(found["batch"]) * steps
             seconds = tokens / (generated + prompt) if generated + prompt > 0 else 1.0
             begin_s = max(at_s - seconds, windows[-1].to_s) if windows else at_s - seconds
+            if windows and begin_s - windows[-1].to_s >= IDLE_S:
+                windows.append(Window(from_s=windows[-1].to_s, to_s=begin_s, running=0.0, waiting=0.0, steps=0.0, generated=0.0))
             if begin_s < at_s:
                 windows.append(
                     Window(
@@ -113,6 +117,8 @@ def read_vllm_log(lines: Iterable[str], year: int | None = None) -> Observation:
             seconds = max(0.0, at_s - begin_s)
             if not seconds:
                 continue
+            if len(windows) == 1:  # by now it is known how often a line is written
+                windows[0] = msgspec.structs.replace(windows[0], from_s=windows[0].to_s - interval_s)
             windows.append(
                 Window(
                     from_s=begin_s,
@@ -122,7 +128,7 @@ def read_vllm_log(lines: Iterable[str], year: int | None = None) -> Observation:
                     pool=float(found["pool"]) / 100,
                     prefill=float(found["prompt"]) * seconds,
                     generated=float(found["generation"]) * seconds,
-                    preempted=float(found["preempted"] or 0),
+                    preempted=float(preempted[1]) if (preempted := VLLM_PREEMPTED.search(line)) else 0.0,
                     compiled=compiled,
                 )
             )

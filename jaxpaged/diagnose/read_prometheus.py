@@ -54,9 +54,9 @@ def _spread(classes: dict[float, float], total: float) -> Spread:
 
 
 def split_dump(text: str) -> list[str]:
-    """The scrapes of a dump that has several, one after another: a new one begins where the first figure comes again."""
+    """The scrapes of a dump that has several, one after another: a new one begins where the time or the first figure comes again."""
     first = next((line for line in text.splitlines() if line and not line.startswith("#")), "")
-    name = first.rpartition(" ")[0] if first.count(" ") else first
+    name = TIME if f"\n{TIME} " in f"\n{text}" else first.rpartition(" ")[0]
     # Comments before a figure belong to it.
     parts: list[list[str]] = []
     pending: list[str] = []

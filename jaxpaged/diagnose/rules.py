@@ -71,7 +71,7 @@ RULES = (
         "requests run and nothing moves",
         "Do requests run without any step for `diagnose.stuck_s`?",
         stuck,
-        "look at the threads' stacks that the watchdog writes to the log; lower `server.watchdog_s` so that the process is restarted sooner",
+        "look at the stacks that the watchdog writes to the log; lower `server.watchdog_s` so that the process is restarted sooner",
         "a process that hangs is replaced within the watchdog's time",
     ),
     Rule(

@@ -143,7 +143,7 @@ def batch_large_enough(tokenizer: Tokenizer, seed: int) -> Trace:
 def overloaded(tokenizer: Tokenizer, seed: int) -> Trace:
     """More comes than goes, for minutes, with rows and pages in use."""
     rng = random.Random(seed)
-    world = World(tokenizer, seed, max_num_seqs=8, num_pages=rng.randint(70, 78), step_s=rng.uniform(0.25, 0.35))
+    world = World(tokenizer, seed, max_num_seqs=8, num_pages=rng.randint(82, 88), step_s=rng.uniform(0.25, 0.35))
     world.arrivals(rng.uniform(2.5, 4.0), 0.0, 100.0, (110, 120, 130), (16, 22))
     return world.run(100.0)
 
@@ -181,7 +181,12 @@ def prefill_blocks_decode(tokenizer: Tokenizer, seed: int) -> Trace:
 def prefill_beside_decode(tokenizer: Tokenizer, seed: int) -> Trace:
     """The same, with a target for the gaps."""
     world = World(
-        tokenizer, seed, num_pages=600, step_s=0.02, token_s=0.0001, policy=SchedulerConfig(target_itl_s=random.Random(seed).uniform(0.04, 0.06))
+        tokenizer,
+        seed,
+        num_pages=600,
+        step_s=0.02,
+        token_s=0.0001,
+        policy=SchedulerConfig(target_itl_s=random.Random(seed).uniform(0.04, 0.06)),
     )
     world.clients(13, 9.0, (150, 200, 250), (30, 40, 60), think_s=0.2)
     return world.run(9.0)
