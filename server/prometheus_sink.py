@@ -12,6 +12,7 @@ from jaxpaged import events
 from jaxpaged.histograms import EventHistograms
 from jaxpaged.metric_table import HTTP_COUNTERS, definitions
 from jaxpaged.metrics import EngineMetrics
+from server.ledger import End
 from server.prometheus_families import histogram_family, plain_family
 from server.vllm_names import VllmNames
 
@@ -29,6 +30,8 @@ class PrometheusSink(Collector):
         self._lock = threading.Lock()
         self._histograms = EventHistograms()
         self._http: dict[str, Counter[tuple[str, ...]]] = {row.name: Counter() for row in HTTP_COUNTERS}
+        # From 0 on, so that a share of failures is 0, and not unknown, before the first one.
+        self._http["jaxpaged_http_ends_total"].update({(end.value,): 0 for end in End})
         self._started: events.EngineStarted | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)

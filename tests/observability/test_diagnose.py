@@ -319,7 +319,8 @@ def test_vllms_lines_as_written() -> None:
     """With the parts that appear only sometimes, of one engine and of several."""
     text = (
         "(APIServer pid=1) INFO 11-30 12:00:10 [loggers.py:259] Engine 000: Avg prompt throughput: 120.5 tokens/s, "
-        "Avg generation throughput: 55.0 tokens/s, Running: 7 reqs, Waiting: 3 reqs, Deferred: 2 reqs, Preemptions: 4, GPU KV cache usage: 97.5%, "
+        "Avg generation throughput: 55.0 tokens/s, Running: 7 reqs, Waiting: 3 reqs, "
+        "Deferred: 2 reqs, Preemptions: 4, GPU KV cache usage: 97.5%, "
         "Prefix cache hit rate: 12.0%, MM cache hit rate: 1.0%\n"
         "INFO 11-30 12:00:20 [loggers.py:116] 2 Engines Aggregated: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: "
         "54.0 tokens/s, Running: 6 reqs, Waiting: 0 reqs, GPU KV cache usage: 50.0%\n"
