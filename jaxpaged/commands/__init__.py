@@ -24,6 +24,8 @@ COMMANDS = (
     Command(name="ls", module="list_models", summary="list the models that are known and pulled"),
     Command(name="rm", module="remove", summary="remove pulled models"),
     Command(name="diagnose", module="diagnose", summary="say what is wrong with a server, why, and what to change"),
+    Command(name="top", module="top", summary="watch a server in the terminal"),
+    Command(name="doctor", module="doctor", summary="look at the machine, the installation and the model, and try the engine"),
     Command(name="config", module="show_config", summary="print the merged options, or list all that there are"),
     Command(name="completion", module="completion", summary="print a completion script for bash, zsh or fish"),
     Command(name="version", module="version", summary="print the versions of jaxpaged, Python and JAX"),

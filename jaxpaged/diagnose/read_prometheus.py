@@ -85,7 +85,7 @@ def observe_url(
     seconds: float,
     interval_s: float,
     api_key: str | None = None,
-    fetch: Callable[[str, str | None], str] | None = None,
+    load: Callable[[str, str | None], str] | None = None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Observation:
@@ -94,18 +94,19 @@ def observe_url(
     Raises:
         ConfigError: it cannot be reached, or does not tell.
     """
-    fetch = fetch or _fetch
+    load = load or fetch
     scrapes: list[Scrape] = []
     end_s = clock() + seconds
     while True:
-        scrapes.append(parse(fetch(url, api_key), clock()))
+        scrapes.append(parse(load(url, api_key), clock()))
         rest_s = end_s - clock()
         if rest_s <= 0:
             return observe(scrapes, url)
         sleep(min(interval_s, rest_s))
 
 
-def _fetch(url: str, api_key: str | None) -> str:
+def fetch(url: str, api_key: str | None) -> str:
+    """The text at an address. Raises ConfigError when it cannot be had."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

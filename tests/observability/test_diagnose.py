@@ -282,7 +282,7 @@ def test_a_server_is_watched(driven: Callable[[str], Trace]) -> None:
     now = 1000.0
     asked: list[tuple[str, str | None]] = []
 
-    def fetch(url: str, key: str | None) -> str:
+    def load(url: str, key: str | None) -> str:
         asked.append((url, key))
         return texts[min(int(now - 1000), len(texts) - 1)]
 
@@ -290,7 +290,7 @@ def test_a_server_is_watched(driven: Callable[[str], Trace]) -> None:
         nonlocal now
         now += seconds
 
-    seen = observe_url("http://x/metrics", seconds=8.0, interval_s=1.0, api_key="k", fetch=fetch, clock=lambda: now, sleep=sleep)
+    seen = observe_url("http://x/metrics", seconds=8.0, interval_s=1.0, api_key="k", load=load, clock=lambda: now, sleep=sleep)
     assert found(seen)[:1] == ["row_limit"]
     assert asked == [("http://x/metrics", "k")] * 9
 
