@@ -113,6 +113,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             max_num_batched_tokens=runner.limits.max_num_batched_tokens,
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
+            platform=jax.default_backend(),
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))

@@ -225,6 +225,42 @@ class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Figures for Prometheus."""
 
     public: Annotated[bool, _doc("/metrics asks for no key")] = False
+    vllm_names: Annotated[bool, _doc("/metrics also tells the figures under vLLM's names")] = True
+
+
+class DiagnoseConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Thresholds of `jaxpaged diagnose`; docs/operations.md has the rules."""
+
+    window_s: Annotated[float, _doc("seconds that one sample of an event log or a live server covers", gt=0, le=3600)] = 1.0
+    lasting_share: Annotated[float, _doc("share of the time with work for which something must be so to count as lasting", ge=0, le=1)] = (
+        0.5
+    )
+    pool_low: Annotated[float, _doc("share of the page pool in use below which it counts as little used", ge=0, le=1)] = 0.6
+    pool_room: Annotated[float, _doc("share of the page pool in use up to which more sequences would find room", ge=0, le=1)] = 0.8
+    pool_full: Annotated[float, _doc("share of the page pool in use from which on it counts as full", ge=0, le=1)] = 0.95
+    preempted_share: Annotated[float, _doc("preemptions per request that ended from which on they count", ge=0, le=1)] = 0.05
+    rows_full: Annotated[float, _doc("share of scheduler.max_num_seqs from which on the rows count as full", ge=0, le=1)] = 0.95
+    rows_low: Annotated[float, _doc("share of scheduler.max_num_seqs up to which few requests run", ge=0, le=1)] = 0.25
+    few_requests: Annotated[int, _doc("running requests that count as few where the log does not tell max_num_seqs", ge=1)] = 4
+    busy_share: Annotated[float, _doc("share of the time in steps from which on the engine counts as busy", ge=0, le=1)] = 0.5
+    first_token_s: Annotated[float, _doc("seconds to a first token from which on it counts as slow", gt=0)] = 0.2
+    gap_s: Annotated[float, _doc("seconds between two tokens from which on an answer counts as slow", gt=0)] = 0.1
+    gap_ratio: Annotated[float, _doc("times that a bad gap between tokens is longer than the median", gt=1)] = 3.0
+    prefill_share: Annotated[
+        float, _doc("share of computed tokens that are of prompts from which on they may hold answers up", ge=0, le=1)
+    ] = 0.5
+    giant_ratio: Annotated[float, _doc("times that a giant prompt is longer than the median prompt", gt=1)] = 8.0
+    swing_ratio: Annotated[float, _doc("times around the mean that the batch must swing, up and down, to be unsteady", gt=1)] = 1.6
+    swings: Annotated[int, _doc("such swings that make an unsteady batch", ge=1)] = 3
+    host_share: Annotated[float, _doc("share of step time that is the host's from which on steps are bound by the host", ge=0, le=1)] = 0.5
+    device_share: Annotated[
+        float, _doc("share of step time that is the device's from which on steps are bound by the device", ge=0, le=1)
+    ] = 0.8
+    padding_share: Annotated[float, _doc("share of computed places that are padding from which on it counts as waste", ge=0, le=1)] = 0.4
+    padding_tokens: Annotated[int, _doc("tokens of a step below which padding costs nothing", ge=1)] = 8
+    slow_client_s: Annotated[float, _doc("seconds that answers take longer over HTTP than in the engine, in the mean", gt=0)] = 1.0
+    stuck_s: Annotated[float, _doc("seconds without a step, although requests run", gt=0)] = 10.0
+    overload_s: Annotated[float, _doc("seconds for which as many wait as run, which count as overload", gt=0)] = 60.0
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,6 +277,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
 
 
 ALIASES: dict[str, str] = {
