@@ -29,9 +29,10 @@ def logits_of(case: Case) -> np.ndarray:
     """Logits [positions, vocab] of one forward pass over the whole prompt."""
     with tempfile.TemporaryDirectory() as folder:
         case.write(folder, **case.options)
-        # Gemma 2's soft caps are in the eager attention alone.
-        attention = "eager" if case.name.startswith("gemma") else "sdpa"
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+        # Gemma 2's soft caps and gpt-oss' sinks are in the eager attention alone; torch's grouped products refuse odd widths.
+        implementations = {"attn_implementation": "eager" if case.name.startswith(("gemma", "gptoss")) else "sdpa"}
+        implementations["experts_implementation"] = "eager"
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **implementations).eval()
         logits = model(input_ids=torch.tensor([case.token_ids]), use_cache=False).logits[0, list(case.positions)].numpy()
     print(f"{case.name}: {logits.shape}, rms {np.sqrt(np.mean(logits**2)):.3f}", flush=True)
     return logits

@@ -25,6 +25,7 @@ def layer_shapes(
     out_bias: bool = False,
     qk_norm: str | None = None,
     is_fused: bool = False,
+    experts: str | None = None,
 ) -> Shapes:
     """Shapes of one layer's tensors by their names in it.
 
@@ -33,6 +34,8 @@ def layer_shapes(
         norms: names of the layer's norms.
         qk_norm: "head": one weight for every head's dimensions; "rows": one for all heads together; None: there are none.
         is_fused: q, k and v in one tensor, gate and up in one.
+        experts: "mixtral" or "qwen", by whose names there are experts in place of one feed-forward block, Qwen's with a shared one if
+            the config says so.
     """
     hidden, ffw, heads, kv_heads = (
         config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -51,12 +54,33 @@ def layer_shapes(
     shapes["self_attn.o_proj.weight"] = (hidden, widths["q"])
     if out_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
+    if experts is not None:
+        return shapes | _expert_shapes(config, experts)
     shapes |= (
         {"mlp.gate_up_proj.weight": (2 * ffw, hidden)}
         if is_fused
         else {f"mlp.{name}_proj.weight": (ffw, hidden) for name in ("gate", "up")}
     )
     shapes["mlp.down_proj.weight"] = (hidden, ffw)
+    return shapes
+
+
+def _expert_shapes(config: Mapping[str, Any], experts: str) -> Shapes:
+    hidden = config["hidden_size"]
+
+    def gated(stem: str, ffw: int, names: Sequence[str]) -> Shapes:
+        return {f"{stem}.{name}.weight": shape for name, shape in zip(names, ((ffw, hidden), (ffw, hidden), (hidden, ffw)), strict=True)}
+
+    if experts == "mixtral":
+        stem, names, num_experts, ffw = "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"], config["intermediate_size"]
+    else:
+        stem, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+        num_experts, ffw = config["num_experts"], config["moe_intermediate_size"]
+    shapes: Shapes = {f"{stem}.gate.weight": (num_experts, hidden)}
+    for expert in range(num_experts):
+        shapes |= gated(f"{stem}.experts.{expert}", ffw, names)
+    if shared := config.get("shared_expert_intermediate_size"):
+        shapes |= gated(f"{stem}.shared_expert", shared, names) | {f"{stem}.shared_expert_gate.weight": (1, hidden)}
     return shapes
 
 

@@ -29,6 +29,8 @@ _GEMMA: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+_QWEN_MIXTURE: Mapping[str, Any] = MappingProxyType({**_DEFAULTS, "max_position_embeddings": 32_768, "norm_topk_prob": False})
+
 
 class HfArchitecture(NamedTuple):
     """One architecture of transformers.
@@ -43,6 +45,7 @@ class HfArchitecture(NamedTuple):
         rope_theta: base of the rotary frequencies when none is named.
         local_rope_theta: of the windowed layers, where those have a base of their own.
         partial_rotary: whether a part of each head may be turned.
+        is_mixture: whether its feed-forward blocks are mixtures of experts; see `loading.mixture_config`.
         is_fused: whether q, k and v lie in one tensor of its checkpoints, and gate and up in one.
         rope_aliases: other names of rope types.
     """
@@ -56,6 +59,7 @@ class HfArchitecture(NamedTuple):
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
     partial_rotary: bool = False
+    is_mixture: bool = False
     is_fused: bool = False
     rope_aliases: Mapping[str, str] = MappingProxyType({})
 
@@ -82,6 +86,35 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             window_rule="late",
             has_layer_types=True,
             default_window=4096,
+        ),
+        "MixtralForCausalLM": HfArchitecture(
+            "mixtral",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            window_rule="all",
+            rope_theta=1_000_000.0,
+            is_mixture=True,
+        ),
+        "Qwen2MoeForCausalLM": HfArchitecture(
+            "qwen2_moe",
+            {
+                **_QWEN_MIXTURE,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+            },
+            is_mixture=True,
+        ),
+        "Qwen3MoeForCausalLM": HfArchitecture(
+            "qwen3_moe",
+            {**_QWEN_MIXTURE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            is_mixture=True,
         ),
         "SmolLM3ForCausalLM": HfArchitecture(
             "smollm3",

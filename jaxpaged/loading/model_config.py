@@ -15,6 +15,7 @@ from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, is_positive, kind_of
 from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
 from jaxpaged.loading.layer_windows import settle_windows
+from jaxpaged.loading.mixture_config import settle_mixture
 from jaxpaged.loading.rope_config import settle_rope
 
 _MODEL_TYPES = MappingProxyType({known.model_type: name for name, known in HF_ARCHITECTURES.items()})
@@ -111,6 +112,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     faults += settle_rope(config, known, source, has_sizes=has_sizes)
     if has_sizes:
         faults += settle_windows(config, known, source)
+        faults += settle_mixture(config, source) if known.is_mixture else []
     if faults:
         raise CheckpointError(f"{source}: {'; '.join(faults)}")
     for key in ("bos_token_id", "eos_token_id"):

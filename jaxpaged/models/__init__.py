@@ -36,6 +36,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2ForCausalLM": Architecture("llama", "Qwen 2, Qwen 2.5, QwQ", {"has_qkv_bias": True}),
         "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
         "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),
+        "MixtralForCausalLM": Architecture("mixtral", "Mixtral 8x7B, 8x22B", {"is_mixture": True}),
+        "Qwen2MoeForCausalLM": Architecture("qwen_moe", "Qwen 1.5 MoE, Qwen 2 57B-A14B", {"has_qkv_bias": True, "is_mixture": True}),
+        "Qwen3MoeForCausalLM": Architecture(
+            "qwen_moe", "Qwen 3 30B-A3B, 235B-A22B; Qwen 3 Coder", {"has_qk_norm": True, "is_mixture": True}
+        ),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
         "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),

@@ -67,6 +67,7 @@ def _family(architecture: str, config: Mapping[str, Any], name: str | None = Non
 _LATE = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
 _GEMMA = {"hidden_size": 66, "head_dim": 14, "num_hidden_layers": 4, "sliding_window": _WINDOW, "tie_word_embeddings": True}
 _FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "use_sliding_window": False}
 
 # As wide as SmolLM2: at smaller widths the dots of all buckets round alike, which hides faults.
 FAMILY_CASES = (
@@ -124,6 +125,21 @@ FAMILY_CASES = (
             },
         },
         is_fused=True,
+    ),
+    _family(
+        "MixtralForCausalLM",
+        {"sliding_window": _WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 29},
+        experts="mixtral",
+    ),
+    # Shares are not made to add up to 1; a shared expert goes beside the chosen ones.
+    _family(
+        "Qwen2MoeForCausalLM", {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 17}, qkv_bias=True, experts="qwen"
+    ),
+    _family(
+        "Qwen3MoeForCausalLM",
+        {"model_type": "qwen3_moe", **_EXPERTS, "norm_topk_prob": True, "hidden_size": 66, "head_dim": 14},
+        qk_norm="head",
+        experts="qwen",
     ),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),

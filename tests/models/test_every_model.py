@@ -88,11 +88,13 @@ def test_the_weights_table_names_every_tensor_and_parameter(made: Made) -> None:
     in_module = parameter_paths(loaded)
     table = {name: path for name, (path, _) in loaded.family.WEIGHTS.items()}
     assert in_module <= set(table.values())
+    sizes = loaded.config.axis_sizes
     named = [
-        name.replace("{layer}", str(layer))
+        name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
         for name, path in table.items()
         if path in in_module
-        for layer in (range(loaded.config.layers) if "{layer}" in name else [0])
+        for layer in (range(sizes["layers"]) if "{layer}" in name else [0])
+        for expert in (range(sizes["experts"]) if "{expert}" in name else [0])
     ]
     with open_checkpoint(resolve(ModelConfig(model=str(made.folder)))) as checkpoint:
         assert sorted(named) == sorted(checkpoint.names())
