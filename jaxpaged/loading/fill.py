@@ -42,7 +42,7 @@ class _Copy(NamedTuple):
 
     name: str
     path: str
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     pattern: str
 
 
@@ -81,7 +81,7 @@ def fill(
     filled = {path: aligned_empty(like.shape, np.dtype(like.dtype)) for path, like in expected.items()}
 
     def make(copy: _Copy) -> None:
-        _copy_tensor(checkpoint, copy, filled[copy.path][copy.index], axis_sizes)
+        _copy_tensor(checkpoint, copy, filled[copy.path][copy.place], axis_sizes)
         checkpoint.release(copy.name)
 
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:

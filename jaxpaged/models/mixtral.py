@@ -1,5 +1,7 @@
 """Mixtral: a Llama whose feed-forward blocks are mixtures of experts. The mixtures of Qwen differ in names alone: `qwen_moe.py`."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -53,10 +55,13 @@ class Model(llama.Model):
 _LAYER = "model.layers.{layer}."
 _EXPERT = f"{_LAYER}block_sparse_moe.experts.{{expert}}."
 
-NOT_EXPERTS: dict[str, tuple[str, str]] = {name: weight for name, weight in llama.WEIGHTS.items() if ".mlp." not in name}
+NOT_EXPERTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {name: weight for name, weight in llama.WEIGHTS.items() if ".mlp." not in name}
+)
 """Llama's tensors without those of its feed-forward blocks."""
 
-WEIGHTS: dict[str, tuple[str, str]] = NOT_EXPERTS | {
+WEIGHTS: dict[str, tuple[str, str]] = {
+    **NOT_EXPERTS,
     f"{_LAYER}block_sparse_moe.gate.weight": ("layers.mlp.router.weight", "experts embed -> experts embed"),
     f"{_EXPERT}w1.weight": ("layers.mlp.experts.gate", "ffw embed -> ffw embed"),
     f"{_EXPERT}w3.weight": ("layers.mlp.experts.up", "ffw embed -> ffw embed"),

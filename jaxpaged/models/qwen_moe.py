@@ -7,7 +7,8 @@ __all__ = ["WEIGHTS", "Block", "Config", "Model"]
 _MLP = "model.layers.{layer}.mlp."
 _EXPERT = f"{_MLP}experts.{{expert}}."
 
-WEIGHTS: dict[str, tuple[str, str]] = NOT_EXPERTS | {
+WEIGHTS: dict[str, tuple[str, str]] = {
+    **NOT_EXPERTS,
     f"{_MLP}gate.weight": ("layers.mlp.router.weight", "experts embed -> experts embed"),
     f"{_EXPERT}gate_proj.weight": ("layers.mlp.experts.gate", "ffw embed -> ffw embed"),
     f"{_EXPERT}up_proj.weight": ("layers.mlp.experts.up", "ffw embed -> ffw embed"),

@@ -27,6 +27,7 @@ class Case(NamedTuple):
         options: what this checkpoint is; its vocabulary is `options["vocab_size"]`.
         positions: where golden logits are kept, ascending; the prompt ends with the last.
         buckets: token buckets of the shared suite: for single tokens, for chunks, for the whole prompt. A program for each that differs.
+        is_long: whether the shared suite runs on it in the long tier, and its logits alone are compared in every run.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any]
     positions: tuple[int, ...]
     buckets: tuple[int, int, int] = (128, 128, 128)
+    is_long: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -133,14 +135,17 @@ FAMILY_CASES = (
     ),
     # Shares are not made to add up to 1; a shared expert goes beside the chosen ones.
     _family(
-        "Qwen2MoeForCausalLM", {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 17}, qkv_bias=True, experts="qwen"
-    ),
+        "Qwen2MoeForCausalLM",
+        {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 17},
+        qkv_bias=True,
+        experts="qwen",
+    )._replace(is_long=True),
     _family(
         "Qwen3MoeForCausalLM",
         {"model_type": "qwen3_moe", **_EXPERTS, "norm_topk_prob": True, "hidden_size": 66, "head_dim": 14},
         qk_norm="head",
         experts="qwen",
-    ),
+    )._replace(is_long=True),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )

@@ -41,7 +41,12 @@ class Made(NamedTuple):
     whole: np.ndarray
 
 
-@pytest.fixture(scope="module", params=FAMILY_CASES, ids=lambda case: case.name)
+LONG = pytest.mark.tier("long", area="models")
+FAMILIES = [pytest.param(case, id=case.name, marks=[LONG] if case.is_long else []) for case in FAMILY_CASES]
+COMPARED_ALONE = [*VARIANT_CASES, *(case for case in FAMILY_CASES if case.is_long)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.name)
@@ -73,7 +78,7 @@ def test_logits_equal_golden(made: Made) -> None:
     assert largest_difference(made.whole[list(made.case.positions)], golden_logits(made.case)) < ATOL
 
 
-@pytest.mark.parametrize("case", VARIANT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMPARED_ALONE, ids=lambda case: case.name)
 def test_logits_of_variants_equal_golden(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path, **case.options)
     model = PagedModel(load(tmp_path), context=max(case.positions[-1] + 1 for case in VARIANT_CASES))
