@@ -26,6 +26,7 @@ def layer_shapes(
     qk_norm: str | None = None,
     is_fused: bool = False,
     experts: str | None = None,
+    sinks: bool = False,
 ) -> Shapes:
     """Shapes of one layer's tensors by their names in it.
 
@@ -34,8 +35,9 @@ def layer_shapes(
         norms: names of the layer's norms.
         qk_norm: "head": one weight for every head's dimensions; "rows": one for all heads together; None: there are none.
         is_fused: q, k and v in one tensor, gate and up in one.
-        experts: "mixtral" or "qwen", by whose names there are experts in place of one feed-forward block, Qwen's with a shared one if
-            the config says so.
+        experts: "mixtral", "qwen" or "gpt_oss", by whose names there are experts in place of one feed-forward block, Qwen's with a
+            shared one if the config says so.
+        sinks: a logit more for each head.
     """
     hidden, ffw, heads, kv_heads = (
         config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -54,6 +56,8 @@ def layer_shapes(
     shapes["self_attn.o_proj.weight"] = (hidden, widths["q"])
     if out_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
+    if sinks:
+        shapes["self_attn.sinks"] = (heads,)
     if experts is not None:
         return shapes | _expert_shapes(config, experts)
     shapes |= (
@@ -67,6 +71,11 @@ def layer_shapes(
 
 def _expert_shapes(config: Mapping[str, Any], experts: str) -> Shapes:
     hidden = config["hidden_size"]
+    if experts == "gpt_oss":
+        num_experts, ffw = config["num_local_experts"], config["intermediate_size"]
+        shapes = {"mlp.router.weight": (num_experts, hidden), "mlp.router.bias": (num_experts,)}
+        shapes |= {"mlp.experts.gate_up_proj": (num_experts, hidden, 2 * ffw), "mlp.experts.gate_up_proj_bias": (num_experts, 2 * ffw)}
+        return shapes | {"mlp.experts.down_proj": (num_experts, ffw, hidden), "mlp.experts.down_proj_bias": (num_experts, hidden)}
 
     def gated(stem: str, ffw: int, names: Sequence[str]) -> Shapes:
         return {f"{stem}.{name}.weight": shape for name, shape in zip(names, ((ffw, hidden), (ffw, hidden), (hidden, ffw)), strict=True)}

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -24,6 +25,7 @@ class Attention(nnx.Module):
         norms_whole_rows: whether those take all heads of a token together, or each head alone.
         scale: of the scores; None: `head_dim ** -0.5`.
         soft_cap: of the scores.
+        has_sinks: whether each head has a learned logit that takes part in the softmax and gives nothing.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Attention(nnx.Module):
         norms_whole_rows: bool = False,
         scale: float | None = None,
         soft_cap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         self.q = Linear(embed, heads * head_dim, dtype, has_bias=has_qkv_bias)
         self.k = Linear(embed, kv_heads * head_dim, dtype, has_bias=has_qkv_bias)
@@ -47,6 +50,7 @@ class Attention(nnx.Module):
         self.o = Linear(heads * head_dim, embed, dtype, has_bias=has_out_bias)
         self.q_norm = norm and norm(heads * head_dim if norms_whole_rows else head_dim)
         self.k_norm = norm and norm(kv_heads * head_dim if norms_whole_rows else head_dim)
+        self.sinks = nnx.Param(jnp.zeros((heads,), dtype)) if has_sinks else None
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.norms_whole_rows, self.soft_cap = norms_whole_rows, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -71,6 +75,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             sliding_window=place.window,
             soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
         return self.o(attended.reshape(num_tokens, -1)), cache
 

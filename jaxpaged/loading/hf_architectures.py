@@ -43,9 +43,11 @@ class HfArchitecture(NamedTuple):
         has_layer_types: whether a list `layer_types` goes before the rule.
         default_window: `sliding_window` when the key is left out; a null there means none.
         rope_theta: base of the rotary frequencies when none is named.
+        rope_scaling: of the rotary frequencies when nothing is said of them.
         local_rope_theta: of the windowed layers, where those have a base of their own.
         partial_rotary: whether a part of each head may be turned.
         is_mixture: whether its feed-forward blocks are mixtures of experts; see `loading.mixture_config`.
+        may_be_mxfp4: whether experts may be stored in 4 bits; see `loading.mxfp4`.
         is_fused: whether q, k and v lie in one tensor of its checkpoints, and gate and up in one.
         rope_aliases: other names of rope types.
     """
@@ -57,9 +59,11 @@ class HfArchitecture(NamedTuple):
     has_layer_types: bool = False
     default_window: int | None = None
     rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] = MappingProxyType({})
     local_rope_theta: float | None = None
     partial_rotary: bool = False
     is_mixture: bool = False
+    may_be_mxfp4: bool = False
     is_fused: bool = False
     rope_aliases: Mapping[str, str] = MappingProxyType({})
 
@@ -115,6 +119,36 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             "qwen3_moe",
             {**_QWEN_MIXTURE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
             is_mixture=True,
+        ),
+        "GptOssForCausalLM": HfArchitecture(
+            "gpt_oss",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "head_dim": 64,
+                "attention_bias": True,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+            },
+            window_rule="alternating",
+            has_layer_types=True,
+            default_window=128,
+            rope_theta=150_000.0,
+            rope_scaling=MappingProxyType(
+                {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            ),
+            is_mixture=True,
+            may_be_mxfp4=True,
         ),
         "SmolLM3ForCausalLM": HfArchitecture(
             "smollm3",

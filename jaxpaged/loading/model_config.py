@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, is_positive, kind_of
-from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfArchitecture, HfConfig
 from jaxpaged.loading.layer_windows import settle_windows
 from jaxpaged.loading.mixture_config import settle_mixture
 from jaxpaged.loading.rope_config import settle_rope
@@ -91,7 +91,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     known = next((HF_ARCHITECTURES[name] for name in names if name in HF_ARCHITECTURES), None)
     if known is None:
         return config
-    _refuse_quantization(config, source)
+    _refuse_quantization(config, known, source)
     for key, value in known.defaults.items():
         if config.get(key) is None:
             config[key] = value
@@ -106,7 +106,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     for key in ("hidden_act", "hidden_activation"):
         if not isinstance(config.get(key, ""), str):
             faults.append(f"{key} should be a name, not {config[key]!r:.60}")
-    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit", "swiglu_alpha"):
         if config.get(key) is not None and not is_positive(config[key]):
             faults.append(f"{key} should be a positive number, not {config[key]!r:.60}")
     faults += settle_rope(config, known, source, has_sizes=has_sizes)
@@ -155,10 +155,16 @@ def _settle_counts(config: HfConfig) -> list[str]:
     return faults
 
 
-def _refuse_quantization(config: Mapping[str, Any], source: str) -> None:
+def has_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that experts are stored in 4 bits."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
+def _refuse_quantization(config: Mapping[str, Any], architecture: HfArchitecture, source: str) -> None:
     for key in ("quantization_config", "compression_config"):
         quantization = config.get(key)
-        if quantization:
+        if quantization and not (architecture.may_be_mxfp4 and key == "quantization_config" and has_mxfp4(config)):
             method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
             raise UnsupportedModelError(f"{source}: quantized weights ({key}: {method!s:.60}) are not supported; use the unquantized model")
 

@@ -41,6 +41,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3MoeForCausalLM": Architecture(
             "qwen_moe", "Qwen 3 30B-A3B, 235B-A22B; Qwen 3 Coder", {"has_qk_norm": True, "is_mixture": True}
         ),
+        "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss 20B, 120B"),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
         "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),

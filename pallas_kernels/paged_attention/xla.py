@@ -37,6 +37,7 @@ class _Pool(NamedTuple):
     scale: float
     sliding_window: int | Int32[Array, ""] | None
     soft_cap: float | None
+    sinks: Float[Array, "kv_heads heads"] | None
     precision: lax.Precision | None
 
 
@@ -53,6 +54,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`."""
     if layer is None:
@@ -64,11 +66,13 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     pages_per_chunk = max(1, min(CHUNK_TOKENS // page_size, page_tables.shape[2]))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # never TF32
-    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, precision)
 
     # A one-row low-precision dot is pathologically slow in XLA's CPU backend (about 200 ms a step), so a lone head gets a twin.
     # The rows of a block are laid out beside the query heads that share a KV head: [.., kv_heads, rows * heads, head_dim].
     twin = 2 if heads_per_kv_head == 1 and q.dtype != jnp.float32 else 1
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, heads_per_kv_head), twin, axis=1)
+    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, sinks, precision)
     heads_first = q.reshape(num_tokens, num_kv_heads, heads_per_kv_head, head_dim)
     heads_first = jnp.repeat(heads_first, twin, axis=2) if twin > 1 else heads_first
     block_rows = min(PREFILL_BLOCK_ROWS, num_tokens)
@@ -182,6 +186,9 @@ def _attend(
 
     shape = queries.shape[:-1]
     start = _Walk(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    if pool.sinks is not None:  # what a row has seen before its first position
+        of_rows = jnp.tile(pool.sinks, (1, shape[-1] // pool.sinks.shape[1]))
+        start = start._replace(peak=jnp.broadcast_to(of_rows, shape), total=jnp.ones(shape))
     num_chunks = jnp.max(-(-lens // chunk) - first_chunk)
     end = lax.fori_loop(0, num_chunks, step, start)
     return end.values / jnp.where(end.total == 0, 1, end.total)[..., None]

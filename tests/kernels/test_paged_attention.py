@@ -33,8 +33,10 @@ def _by_loop(case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
                 logits = keys @ operands["q"][token, head].astype(np.float64) * case.head_dim**-0.5
                 if case.soft_cap is not None:
                     logits = case.soft_cap * np.tanh(logits / case.soft_cap)
-                weights = np.exp(logits - logits.max())
-                out[token, head] = weights @ values / weights.sum()
+                sink = float(operands["sinks"][head]) if case.has_sinks else -np.inf
+                peak = max(logits.max(), sink)
+                weights = np.exp(logits - peak)
+                out[token, head] = weights @ values / (weights.sum() + np.exp(sink - peak))
     return out
 
 
@@ -78,7 +80,7 @@ def test_equals_reference_with_nan_in_unowned_memory(case: Case, implementation:
 
 
 @pytest.mark.parametrize("implementation", list(OP.implementations))
-@pytest.mark.parametrize("name", ["mixed", "decode_primes", "page_1"])
+@pytest.mark.parametrize("name", ["mixed", "decode_primes", "page_1", "sinks_window"])
 def test_bfloat16_is_near_float32(name: str, implementation: str) -> None:
     case = next(c for c in CASES if c.name == name)
     operands = make(case, dtype="bfloat16")
@@ -144,3 +146,9 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(change: dict, words: str
         operands["q"] = operands["q"][:, :heads]
     with pytest.raises(UnsupportedKernelError, match=words):
         paged_attention(**jax.tree.map(jnp.asarray, operands), **(options(case) | change))
+
+
+def test_sinks_for_another_number_of_heads_are_refused() -> None:
+    operands = list(make(next(c for c in CASES if c.name == "mixed")).values())
+    for implementation in OP.implementations.values():
+        assert implementation.refusals(*operands, sinks=np.zeros(3, np.float32)) == ["sinks of shape (3,) for 9 heads"]

@@ -146,6 +146,32 @@ FAMILY_CASES = (
         qk_norm="head",
         experts="qwen",
     )._replace(is_long=True),
+    # The limit clamps some of what its experts compute; positions go past the window and past the length before scaling.
+    _family(
+        "GptOssForCausalLM",
+        {
+            "model_type": "gpt_oss",
+            "head_dim": 14,
+            "sliding_window": _WINDOW,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.0,
+            "rope_theta": 1000.0,
+            "max_position_embeddings": 256,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        experts="gpt_oss",
+    ),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )
