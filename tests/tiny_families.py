@@ -122,12 +122,28 @@ def tiny_tensors(config: Mapping[str, Any], *, norm_mean: float = 1.0, seed: int
     return tensors
 
 
+def in_mxfp4(tensors: Tensors, seed: int = 1) -> Tensors:
+    """The same model with experts of another kind: random 4-bit numbers, about as large, in place of each `mlp.experts.*_proj`."""
+    random = np.random.default_rng(seed)
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        num_experts, num_in, num_out = tensor.shape
+        scales = (num_experts, num_out, num_in // 32)
+        stored[f"{name}_blocks"] = random.integers(256, size=(*scales, 16), dtype=np.uint8)
+        stored[f"{name}_scales"] = random.integers(121, 125, size=scales, dtype=np.uint8)
+    return stored
+
+
 def write_tiny_family(
     folder: str | Path,
     *,
     architecture: str,
     vocab_size: int,
     config: Mapping[str, Any],
+    mxfp4: bool = False,
     **options: Any,
 ) -> Tensors:
     """Writes a model as a folder without tokenizer and returns its tensors.
@@ -135,6 +151,7 @@ def write_tiny_family(
     Args:
         architecture: in config.json.
         config: further keys of config.json; those for sizes have defaults, prime or nearly so. A value of None removes a key.
+        mxfp4: whether experts are in 4 bits; widths are multiples of 32 then.
         options: those of `tiny_tensors`.
     """
     folder = Path(folder)
@@ -159,9 +176,24 @@ def write_tiny_family(
     }
     hf_config = {key: value for key, value in hf_config.items() if value is not None}
     tensors = tiny_tensors(hf_config, **options)
+    if mxfp4:
+        hf_config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        tensors = in_mxfp4(tensors)
     save_safetensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2), encoding="utf-8")
     return tensors
+
+
+def _experts_together(tensors: Tensors) -> Tensors:
+    """`experts.3.w1` and its like as one tensor `experts.w1`, as llama.cpp's converter joins them."""
+    joined: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        stem, found, rest = name.partition(".experts.")
+        if found:
+            joined.setdefault(f"{stem}.experts.{rest.split('.', 1)[1]}", []).append(tensor)
+        else:
+            joined[name] = tensor
+    return {name: np.stack(found) if isinstance(found, list) else found for name, found in joined.items()}
 
 
 def write_family_gguf(
@@ -200,7 +232,7 @@ def write_family_gguf(
             writer.add_uint32(name, value)
         else:
             writer.add_float32(name, value)
-    for name, tensor in tensors.items():
+    for name, tensor in _experts_together(tensors).items():
         stored = tensor
         if architecture == "llama" and "q_proj" in name:
             stored = permute_rotary_rows(tensor, heads)

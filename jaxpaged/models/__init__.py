@@ -124,7 +124,8 @@ def models_table() -> str:
     """The table of supported models in the README, in Markdown."""
     gguf: dict[str, list[str]] = {}
     for name, read in GGUF_ARCHITECTURES.items():
-        for architecture in (read.hf_architecture, read.windowed_hf_architecture):
+        of_mixture = None if read.mixture is None else read.mixture.hf_architecture
+        for architecture in (read.hf_architecture, read.windowed_hf_architecture, of_mixture):
             if architecture is not None:
                 gguf.setdefault(architecture, []).append(f"`{name}`")
     rows = [

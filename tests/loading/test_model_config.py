@@ -241,6 +241,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "MinistralForCausalLM": {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "max_window_layers": 2},
     "Qwen3ForCausalLM": {"use_sliding_window": False, "sliding_window": 9},
+    "MixtralForCausalLM": {},
+    "Qwen2MoeForCausalLM": {"sliding_window": 9},
+    "Qwen3MoeForCausalLM": {"mlp_only_layers": []},
+    "GptOssForCausalLM": {},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 5},
     "Olmo2ForCausalLM": {},
     "Phi3ForCausalLM": {"sliding_window": 11},
@@ -263,6 +267,7 @@ def test_every_architecture_is_read_as_transformers_reads_it(tmp_path: Path, nam
         assert ours[key] == getattr(theirs, key), key
     by_kind = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert ours["rope_theta"] == by_kind["rope_theta"]
+    assert (ours["rope_scaling"] or {"rope_type": "default"}).items() <= by_kind.items()
     if "sliding_attention" in theirs.rope_parameters:
         assert ours["rope_local_base_freq"] == theirs.rope_parameters["sliding_attention"]["rope_theta"]
     window = getattr(theirs, "sliding_window", None)

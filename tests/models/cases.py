@@ -70,6 +70,25 @@ _LATE = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_laye
 _GEMMA = {"hidden_size": 66, "head_dim": 14, "num_hidden_layers": 4, "sliding_window": _WINDOW, "tie_word_embeddings": True}
 _FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "use_sliding_window": False}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 14,
+    "sliding_window": _WINDOW,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.0,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 256,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+_OF_GPT_OSS: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "sinks": True, "experts": "gpt_oss"}
 
 # As wide as SmolLM2: at smaller widths the dots of all buckets round alike, which hides faults.
 FAMILY_CASES = (
@@ -147,31 +166,7 @@ FAMILY_CASES = (
         experts="qwen",
     )._replace(is_long=True),
     # The limit clamps some of what its experts compute; positions go past the window and past the length before scaling.
-    _family(
-        "GptOssForCausalLM",
-        {
-            "model_type": "gpt_oss",
-            "head_dim": 14,
-            "sliding_window": _WINDOW,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "swiglu_limit": 1.0,
-            "rope_theta": 1000.0,
-            "max_position_embeddings": 256,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 32,
-            },
-        },
-        qkv_bias=True,
-        out_bias=True,
-        sinks=True,
-        experts="gpt_oss",
-    ),
+    _family("GptOssForCausalLM", _GPT_OSS, **_OF_GPT_OSS),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )
@@ -227,6 +222,7 @@ VARIANT_CASES = (
         norm_mean=0.0,
         qk_norm="head",
     ),
+    _family("GptOssForCausalLM", {**_GPT_OSS, "hidden_size": 96, "intermediate_size": 64}, "gptoss-mxfp4", mxfp4=True, **_OF_GPT_OSS),
     _llama("llama-bfloat16", dtype="bfloat16"),
     _llama("llama-float16", dtype="float16"),
 )
