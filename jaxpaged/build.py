@@ -42,8 +42,13 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     programs_folder = _programs_folder(config)
     use_persistent_cache(programs_folder)
     phase("load", f"loading {files.name}")
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
-    with open_checkpoint(files) as checkpoint:
+    tokenizer = Tokenizer.from_files(
+        files,
+        chat_template=config.model.chat_template,
+        template_timeout_s=config.model.template_timeout_s,
+        may_be_missing=config.model.load_format == "dummy",
+    )
+    with open_checkpoint(files, load_format=config.model.load_format) as checkpoint:
         described = describe_model(config.model, checkpoint, is_gpu=is_gpu)
         eos_token_ids = frozenset((*described.eos_token_ids, *tokenizer.eos_token_ids))
         if len(eos_token_ids) > MAX_EOS_IDS:
@@ -51,11 +56,11 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
         _check_pool(config, described.config, limits)
         with memory_budget():
-            model = load_model(checkpoint, described, num_threads=num_threads)
+            model = load_model(checkpoint, described, num_threads=num_threads, seed=config.model.seed)
 
     def load_again() -> LoadedModel:
-        with open_checkpoint(files) as checkpoint:
-            return load_model(checkpoint, described, num_threads=num_threads)
+        with open_checkpoint(files, load_format=config.model.load_format) as checkpoint:
+            return load_model(checkpoint, described, num_threads=num_threads, seed=config.model.seed)
 
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0

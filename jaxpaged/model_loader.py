@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
+from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
 from jaxpaged.models import Family, find_architecture, load_family, make_config
@@ -69,13 +70,13 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
     )
 
 
-def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1) -> LoadedModel:
-    """Puts the checkpoint's weights on the device.
+def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> LoadedModel:
+    """Puts the checkpoint's weights on the device; of a config alone, random ones, the same for one seed.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
     """
-    return _load(checkpoint, described.family, described.config, num_threads)
+    return _load(checkpoint, described.family, described.config, num_threads, seed)
 
 
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
@@ -103,13 +104,16 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
         checkpoint.release(other)
 
 
-def _load(checkpoint: Checkpoint, family: Any, model_config: Any, num_threads: int) -> LoadedModel:
+def _load(checkpoint: Checkpoint, family: Any, model_config: Any, num_threads: int, seed: int) -> LoadedModel:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: family.Model(model_config)))
     leaves, treedef = jax.tree.flatten(state)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     expected = dict(zip(paths, leaves, strict=True))
-    # A model with tied embeddings may have its head in the file all the same.
-    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, may_be_unread=(_HEAD,), num_threads=num_threads)
+    if isinstance(checkpoint, DummyCheckpoint):
+        filled = draw(expected, seed)
+    else:
+        # A model with tied embeddings may have its head in the file all the same.
+        filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, may_be_unread=(_HEAD,), num_threads=num_threads)
     # On CPU the aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
     params = tuple(jax.device_put(filled.pop(path), may_alias=True) for path in paths)
     return LoadedModel(family, model_config, graphdef, treedef, params)

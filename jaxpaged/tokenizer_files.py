@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpaged.errors import CheckpointError
 
@@ -41,6 +41,15 @@ def load_folder(folder: Path) -> StoredTokenizer:
     bos = None if bos_token is None else backend.token_to_id(bos_token)
     eos = None if eos_token is None else backend.token_to_id(eos_token)
     return StoredTokenizer(backend, bos, () if eos is None else (eos,), _chat_template(folder, config))
+
+
+def bytes_alone() -> StoredTokenizer:
+    """A tokenizer for models that have none: 256 tokens, one a byte, and no special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return StoredTokenizer(backend, None, (), None)
 
 
 def parse_tokenizer(content: bytes, path: Path) -> Tokenizer:

@@ -69,8 +69,11 @@ class Checkpoint(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def open_checkpoint(files: "ModelFiles") -> Checkpoint:
+def open_checkpoint(files: "ModelFiles", *, load_format: str = "auto") -> Checkpoint:
     """Opens what `sources.resolve` found, and reads headers and configs; a fault in any of them shows here, before any weight is read.
+
+    Args:
+        load_format: that of `ModelConfig`; with "dummy", a folder's weights are not looked at.
 
     Raises:
         CheckpointError: a file is missing, cut or malformed; the message names it.
@@ -80,6 +83,10 @@ def open_checkpoint(files: "ModelFiles") -> Checkpoint:
     from jaxpaged.loading.mxfp4 import dequantized
     from jaxpaged.loading.split_tensors import split_fused
 
+    if load_format == "dummy" and files.kind == "folder":
+        from jaxpaged.loading.dummy import DummyCheckpoint
+
+        return DummyCheckpoint(files.path)
     checkpoint = _open(files)
     names = checkpoint.hf_config["architectures"]
     try:

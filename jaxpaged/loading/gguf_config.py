@@ -158,7 +158,8 @@ def read_hf_config(
 
     Raises:
         CheckpointError: a key is missing or makes no sense.
-        UnsupportedModelError: a mixture of experts of another architecture, a part of a split file, heads rotated in part, or an unknown scaling of positions.
+        UnsupportedModelError: experts where the architecture has none, a part of a split file, heads rotated in part, or an unknown
+            scaling of positions.
     """
     path = metadata.path
     prefix = metadata.get("general.architecture", str)
