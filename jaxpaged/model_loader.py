@@ -25,15 +25,18 @@ DTYPES = {
 
 _COMPARED_ROWS = 1024
 _HEAD = "head.weight"
+_UNREAD = (_HEAD, "pooler.weight", "pooler.bias")
+"""Parameters that a model need not have although its tensors are there."""
 
 
 class DescribedModel(NamedTuple):
-    """What a checkpoint says besides its weights."""
+    """What a checkpoint says besides its weights. `is_encoder`: see `models.Architecture`."""
 
     family: Family
     config: Any
     generation_config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
+    is_encoder: bool = False
 
 
 def choose_dtype(wanted: str, native: NativeDtype, *, is_gpu: bool) -> np.dtype:
@@ -67,6 +70,7 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
         config=make_config(architecture, _hf_config(checkpoint, family), dtype, max_model_len),
         generation_config=checkpoint.generation_config,
         eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
+        is_encoder=architecture.is_encoder,
     )
 
 
@@ -113,7 +117,7 @@ def _load(checkpoint: Checkpoint, family: Any, model_config: Any, num_threads: i
         filled = draw(expected, seed)
     else:
         # A model with tied embeddings may have its head in the file all the same.
-        filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, may_be_unread=(_HEAD,), num_threads=num_threads)
+        filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
     # On CPU the aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
     params = tuple(jax.device_put(filled.pop(path), may_alias=True) for path in paths)
     return LoadedModel(family, model_config, graphdef, treedef, params)

@@ -1,6 +1,7 @@
 """Makes the files of the tiny models in tests/golden/, in the environment that `scripts/make_golden.py` describes.
 
     <architecture>_logits.npz   logits of the tiny models in tests/models/cases.py; `--only qwen2` makes one of these files
+    bert_hidden.npz             hidden states of the encoder in tests/models/encoder_cases.py; `--only bert`
     rope_tables.json            rotary frequencies of the configs in tests/models/rope_cases.py; `--only rope`
 
 Everything is computed in float32 on the CPU.
@@ -20,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.models.cases import FAMILY_CASES, VARIANT_CASES, Case  # noqa: E402
+from tests.models.encoder_cases import GOLDEN_HIDDEN, LENGTHS, VOCAB, prompt_of, told  # noqa: E402
 from tests.models.rope_cases import GOLDEN_ROPE, ROPE_CASES  # noqa: E402
+from tests.tiny_families import write_tiny_bert  # noqa: E402
 
 _SUFFIX = "_logits.npz"
 
@@ -43,6 +46,15 @@ def make_logits(path: Path, cases: list[Case]) -> None:
     print(f"{path}: {path.stat().st_size} bytes")
 
 
+def make_hidden() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_bert(folder, vocab_size=VOCAB)
+        model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        hidden = {str(length): model(input_ids=torch.tensor([prompt_of(length)])).last_hidden_state[0].numpy() for length in LENGTHS}
+    np.savez_compressed(GOLDEN_HIDDEN, **{length: told(array) for length, array in hidden.items()})
+    print(f"{GOLDEN_HIDDEN}: {GOLDEN_HIDDEN.stat().st_size} bytes")
+
+
 def make_rope_tables() -> None:
     tables = {}
     for name, (config, length) in ROPE_CASES.items():
@@ -60,13 +72,17 @@ def main() -> None:
     for case in (*FAMILY_CASES, *VARIANT_CASES):
         by_file.setdefault(case.golden_path, []).append(case)
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--only", choices=("rope", *(path.name.removesuffix(_SUFFIX) for path in by_file)), help="make one of the files")
+    parser.add_argument(
+        "--only", choices=("rope", "bert", *(path.name.removesuffix(_SUFFIX) for path in by_file)), help="make one of the files"
+    )
     only = parser.parse_args().only
     torch.set_num_threads(1)  # sums in one order, however many cores there are
     with torch.inference_mode():
         for path, cases in by_file.items():
             if only in (None, path.name.removesuffix(_SUFFIX)):
                 make_logits(path, cases)
+        if only in (None, "bert"):
+            make_hidden()
         if only in (None, "rope"):
             make_rope_tables()
 

@@ -6,6 +6,7 @@ Weights are functions of the arguments alone: drawn in the order of the tensors,
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,57 @@ def _experts_together(tensors: Tensors) -> Tensors:
         else:
             joined[name] = tensor
     return {name: np.stack(found) if isinstance(found, list) else found for name, found in joined.items()}
+
+
+def write_tiny_bert(folder: str | Path, *, vocab_size: int, config: Mapping[str, Any] = MappingProxyType({})) -> Tensors:
+    """Writes an encoder as a folder without tokenizer and returns its tensors; sizes and options as for `write_tiny_family`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_config: dict[str, Any] = {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "hidden_size": 84,
+        "intermediate_size": 53,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 128,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "torch_dtype": "float32",
+        **config,
+    }
+    random = np.random.default_rng(0)
+    hidden, ffw = hf_config["hidden_size"], hf_config["intermediate_size"]
+    linear = {"attention.self.query": (hidden, hidden), "attention.self.key": (hidden, hidden), "attention.self.value": (hidden, hidden)}
+    linear |= {"attention.output.dense": (hidden, hidden), "intermediate.dense": (ffw, hidden), "output.dense": (hidden, ffw)}
+    shapes: Shapes = {
+        "embeddings.word_embeddings.weight": (vocab_size, hidden),
+        "embeddings.position_embeddings.weight": (hf_config["max_position_embeddings"], hidden),
+        "embeddings.token_type_embeddings.weight": (hf_config["type_vocab_size"], hidden),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for layer in range(hf_config["num_hidden_layers"]):
+        stem = f"encoder.layer.{layer}."
+        shapes |= {f"{stem}{name}.weight": shape for name, shape in linear.items()}
+        shapes |= {f"{stem}{name}.bias": shape[:1] for name, shape in linear.items()}
+        norms += [f"{stem}attention.output.LayerNorm", f"{stem}output.LayerNorm"]
+    shapes |= {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
+    shapes |= {"pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,)}
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        drawn = random.standard_normal(shape)
+        if name.endswith("LayerNorm.weight"):
+            drawn = 1 + 0.1 * drawn
+        elif len(shape) == 1:
+            drawn *= 0.5
+        else:
+            drawn *= (2 if "query" in name or "key" in name else 1) * (1 if "embeddings" in name else shape[1] ** -0.5)
+        tensors[name] = drawn.astype(np.float32)
+    save_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2), encoding="utf-8")
+    return tensors
 
 
 def write_family_gguf(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint
 
-IGNORABLE = ("rope_freqs.weight", "rotary_emb.inv_freq", "attention.masked_bias", "attn.masked_bias")
+IGNORABLE = ("rope_freqs.weight", "rotary_emb.inv_freq", "attention.masked_bias", "attn.masked_bias", "embeddings.position_ids")
 """Endings of tensors that old savers wrote along: constants that follow from the config."""
 
 _BLOCK_BYTES = 4 * 2**20

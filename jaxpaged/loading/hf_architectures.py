@@ -176,6 +176,17 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             rope_theta=1_000_000.0,
             local_rope_theta=10_000.0,
         ),
+        "BertModel": HfArchitecture(
+            "bert",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 512,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-12,
+                "type_vocab_size": 2,
+                "tie_word_embeddings": True,
+            },
+        ),
         "Phi3ForCausalLM": HfArchitecture(
             "phi3",
             {**_DEFAULTS, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},

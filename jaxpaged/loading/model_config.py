@@ -98,8 +98,9 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     config = {**known.absent, **config}
     faults = _settle_counts(config)
     has_sizes = not faults
-    if not is_number(config["rms_norm_eps"]) or not 0 < config["rms_norm_eps"] < 1:
-        faults.append(f"rms_norm_eps should be a number between 0 and 1, not {config['rms_norm_eps']!r:.60}")
+    for key in ("rms_norm_eps", "layer_norm_eps"):
+        if key in config and (not is_number(config[key]) or not 0 < config[key] < 1):
+            faults.append(f"{key} should be a number between 0 and 1, not {config[key]!r:.60}")
     for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         if not isinstance(config[key], bool):
             faults.append(f"{key} should be true or false, not {config[key]!r:.60}")
@@ -140,7 +141,7 @@ def _settle_counts(config: HfConfig) -> list[str]:
         if hidden % heads:
             faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         config["head_dim"] = hidden // heads
-    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "type_vocab_size"):
         if config.get(key) is not None and not is_count(config[key]):
             faults.append(f"{key} should be a positive integer, not {config[key]!r:.60}")
     if faults:

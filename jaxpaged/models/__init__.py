@@ -21,11 +21,13 @@ class Architecture(NamedTuple):
         family: module in this package.
         models: what people call the models, for the README.
         traits: further arguments of the family's `Config.from_hf`: how these models differ from others of the family.
+        is_encoder: whether a prompt is computed whole, each token seeing all of it, and embeddings are all that it makes.
     """
 
     family: str
     models: str
     traits: Mapping[str, Any] = MappingProxyType({})
+    is_encoder: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -43,6 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss 20B, 120B"),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
+        "BertModel": Architecture("bert", "MiniLM and other sentence transformers (embeddings)", is_encoder=True),
         "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),
         "Gemma3ForCausalLM": Architecture("gemma", "Gemma 3 (text: 270M, 1B, and others without their vision part)", {"has_qk_norm": True}),

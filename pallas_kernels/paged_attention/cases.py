@@ -17,6 +17,7 @@ class Case(NamedTuple):
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    is_causal: bool = True
     num_padding_tokens: int = 0
     num_padding_seqs: int = 0
     tags: tuple[str, ...] = ("ci",)
@@ -43,6 +44,7 @@ CASES = (
     Case("soft_cap", ((1, 77), (33, 90)), 4, 2, 32, 16, soft_cap=5.0),
     Case("sinks", ((1, 7), (1, 131), (33, 90), (2, 2), (5, 5)), 6, 2, 16, 8, has_sinks=True, num_padding_tokens=3, num_padding_seqs=2),
     Case("sinks_window", ((1, 300), (1, 1), (70, 200)), 3, 3, 16, 8, sliding_window=32, has_sinks=True, num_padding_tokens=2),
+    Case("bidirectional", ((67, 67), (1, 1), (2, 2), (130, 130)), 4, 2, 16, 8, is_causal=False, num_padding_tokens=2, num_padding_seqs=1),
     Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
     Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_decode_32_ctx2k", tuple((1, 2000 + i) for i in range(32)), 9, 3, 64, 16, tags=("bench",)),
@@ -99,4 +101,5 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
 
 def options(case: Case) -> dict[str, float | int | None]:
     """Keyword arguments of a case."""
-    return {"scale": case.head_dim**-0.5, "sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    named: dict[str, float | int | None] = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    return {"scale": case.head_dim**-0.5, "is_causal": case.is_causal, **named}

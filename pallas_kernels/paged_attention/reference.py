@@ -19,6 +19,7 @@ def paged_attention(
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
     sinks: Float[Array, "heads"] | None,
+    is_causal: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`, in tokens x max_pages x page_size memory."""
     if layer is not None:
@@ -32,7 +33,7 @@ def paged_attention(
     seq = jnp.searchsorted(cu_q_lens, token, side="right") - 1  # the last sequence that begins at or before this row
     is_live = token < cu_q_lens[-1]
     seq = jnp.where(is_live, seq, 0)
-    position = kv_lens[seq] - cu_q_lens[seq + 1] + token
+    position = kv_lens[seq] - cu_q_lens[seq + 1] + token if is_causal else kv_lens[seq] - 1
 
     def history(pages: Array) -> Array:  # -> [tokens, kv_heads, max_pages * page_size, head_dim]
         own = jnp.moveaxis(pages[page_tables[seq]], 2, 1)

@@ -55,6 +55,7 @@ def paged_attention(
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
     sinks: Float[Array, "heads"] | None,
+    is_causal: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`."""
     if layer is None:
@@ -81,7 +82,7 @@ def paged_attention(
     out = jnp.zeros(heads_first.shape, q.dtype)
     out = _decode_blocks(heads_first, out, pool, kv_lens, cu_q_lens)
     if num_tokens > 1:
-        out = _prefill_blocks(heads_first, out, pool, kv_lens, cu_q_lens, block_rows)
+        out = _prefill_blocks(heads_first, out, pool, kv_lens, cu_q_lens, block_rows, is_causal)
     return out[:num_tokens, :, ::twin].reshape(num_tokens, num_heads, head_dim)
 
 
@@ -107,7 +108,7 @@ def _decode_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens:
     return lax.fori_loop(0, -(-num_decodes // block_seqs), block, out)
 
 
-def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens: Array, block_rows: int) -> Array:
+def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens: Array, block_rows: int, is_causal: bool) -> Array:
     num_kv_heads, num_heads, head_dim = q.shape[1:]
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     num_blocks = jnp.where(q_lens > 1, -(-q_lens // block_rows), 0)
@@ -119,7 +120,8 @@ def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens
         start = cu_q_lens[seq] + first
         row = first + jnp.arange(block_rows)
         is_own = row < q_lens[seq]
-        position = jnp.where(is_own, kv_lens[seq] - q_lens[seq] + row, -1)
+        # A row that sees everything stands at the last position, as far as attention goes.
+        position = jnp.where(is_own, kv_lens[seq] - q_lens[seq] + row if is_causal else kv_lens[seq] - 1, -1)
         lens = jnp.minimum(kv_lens[seq], jnp.max(position) + 1)[None]
         queries = lax.dynamic_slice_in_dim(q, start, block_rows)
         queries = queries.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, block_rows * num_heads, head_dim)

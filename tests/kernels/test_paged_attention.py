@@ -25,7 +25,7 @@ def _by_loop(case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
             token = operands["cu_q_lens"][seq] + row
             position = kv_len - q_len + row
             low = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
-            seen = np.arange(low, position + 1)
+            seen = np.arange(low, position + 1) if case.is_causal else np.arange(kv_len)
             pages = operands["page_tables"][seq][seen // case.page_size]
             for head in range(case.heads):
                 keys = operands["k_pages"][pages, head // group, seen % case.page_size].astype(np.float64)
@@ -41,10 +41,8 @@ def _by_loop(case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @functools.cache
-def _jitted(implementation: str, scale: float, sliding_window: int | None, soft_cap: float | None):
-    return jax.jit(
-        functools.partial(paged_attention, implementation=implementation, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
-    )
+def _jitted(implementation: str, **named):
+    return jax.jit(functools.partial(paged_attention, implementation=implementation, **named))
 
 
 def _run(implementation: str, case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
@@ -136,6 +134,7 @@ def test_the_512_token_program_gathers_no_row_per_token() -> None:
         ({"sliding_window": 0}, "sliding_window must be at least 1"),
         ({"layer": 0}, "leading layers axis"),
         ({"group": 0}, "leading groups axis"),
+        ({"sliding_window": 7, "is_causal": False}, "a sliding window looks back"),
         ({"implementation": "cuda"}, "no implementation 'cuda'"),
     ],
 )

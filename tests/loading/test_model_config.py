@@ -282,7 +282,17 @@ def _of(folder: Path, name: str, **config: Any) -> dict[str, Any]:
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
-    assert {"LlamaForCausalLM", *CONFIGS} == set(HF_ARCHITECTURES)
+    assert {"LlamaForCausalLM", "BertModel", *CONFIGS} == set(HF_ARCHITECTURES)
+
+
+def test_an_encoder_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"architectures": ["BertModel"], "model_type": "bert"}))
+    ours, theirs = read_folder_config(tmp_path), BertConfig.from_pretrained(tmp_path)
+    for key in ("max_position_embeddings", "hidden_act", "layer_norm_eps", "type_vocab_size", "tie_word_embeddings"):
+        assert ours[key] == getattr(theirs, key), key
 
 
 @pytest.mark.parametrize(
