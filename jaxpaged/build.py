@@ -17,6 +17,7 @@ from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.loading.sentence_transformer import refuse_other_pooling
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.model_loader import describe_model, load_model
@@ -54,6 +55,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         if len(eos_token_ids) > MAX_EOS_IDS:
             raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
         limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
+        if described.is_encoder:
+            refuse_other_pooling(files.path)
+            _check_whole_prompts(limits)
         _check_pool(config, described.config, limits)
         with memory_budget():
             model = load_model(checkpoint, described, num_threads=num_threads, seed=config.model.seed)
@@ -99,11 +103,14 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         seed=config.model.seed,
         max_logprobs=config.sampling.max_logprobs,
         max_model_len=runner.limits.max_model_len,
+        is_encoder=described.is_encoder,
     )
     engine = Engine(
         runner,
         tokenizer,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        # Keys and values of an encoder depend on the whole text.
+        enable_prefix_caching=config.cache.enable_prefix_caching and not described.is_encoder,
+        takes_whole_prompts=described.is_encoder,
         max_in_flight=2 if config.scheduler.async_scheduling else 1,
         policy=config.scheduler,
         sink=emit,
@@ -127,6 +134,16 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return engine, intake
+
+
+def _check_whole_prompts(limits: StepLimits) -> None:
+    """Raises ConfigError when a prompt may be longer than a step of an encoder, which computes it at once."""
+    if limits.max_num_batched_tokens < limits.max_model_len - 1:
+        raise ConfigError(
+            f"an encoder computes a prompt in one step, and max_num_batched_tokens {limits.max_num_batched_tokens} is less than the "
+            f"{limits.max_model_len - 1} tokens that a prompt may have: raise it, or lower max_model_len",
+            param="scheduler.max_num_batched_tokens",
+        )
 
 
 def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
