@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import NativeDtype, StoredTensor, some_of
+from jaxpaged.loading.fill import IGNORABLE
 from jaxpaged.loading.mapped_file import MappedFile
 from jaxpaged.loading.model_config import has_mxfp4, read_folder_config, read_generation_config
 from jaxpaged.loading.safetensors_header import StoredBytes, bounded_json, read_safetensors_header
@@ -166,6 +167,10 @@ class SafetensorsCheckpoint:
         return set(found)
 
     def _readable(self) -> dict[str, StoredTensor]:
+        # Constants that nobody reads may be of any type: BERT's positions are integers.
+        self._places = {
+            name: place for name, place in self._places.items() if place[1].dtype_name in _DTYPES or not name.endswith(IGNORABLE)
+        }
         dtypes = _DTYPES | _BYTES if has_mxfp4(self.hf_config) else _DTYPES
         strange = [f"{name} ({stored.dtype_name})" for name, (_, stored) in self._places.items() if stored.dtype_name not in dtypes]
         if strange:

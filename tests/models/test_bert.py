@@ -87,8 +87,10 @@ def test_missing_extra_and_misshapen_tensors_are_refused_together(tmp_path: Path
         assert name in str(refused.value)
 
 
-def test_the_pooler_may_be_missing(tmp_path: Path) -> None:
+def test_the_pooler_may_be_missing_and_positions_be_there(tmp_path: Path) -> None:
+    """As older savers write them: constants, and integers."""
     tensors = write_tiny_bert(tmp_path, vocab_size=VOCAB)
+    tensors["embeddings.position_ids"] = np.arange(128, dtype=np.int64)[None]
     save_safetensors(tmp_path / "model.safetensors", {name: array for name, array in tensors.items() if "pooler" not in name})
     assert load(tmp_path).config.layers == 3
 
