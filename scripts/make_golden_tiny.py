@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tests.models.cases import FAMILY_CASES, VARIANT_CASES, Case  # noqa: E402
 from tests.models.encoder_cases import GOLDEN_HIDDEN, LENGTHS, VOCAB, prompt_of, told  # noqa: E402
 from tests.models.rope_cases import GOLDEN_ROPE, ROPE_CASES  # noqa: E402
-from tests.tiny_families import write_tiny_bert  # noqa: E402
+from tests.tiny_families import write_as_qwen2, write_tiny_bert  # noqa: E402
 
 _SUFFIX = "_logits.npz"
 
@@ -32,6 +32,8 @@ def logits_of(case: Case) -> np.ndarray:
     """Logits [positions, vocab] of one forward pass over the whole prompt."""
     with tempfile.TemporaryDirectory() as folder:
         case.write(folder, **case.options)
+        if case.architecture == "QWenLMHeadModel":
+            write_as_qwen2(Path(folder))
         # Gemma 2's soft caps and gpt-oss' sinks are in the eager attention alone; torch's grouped products refuse odd widths.
         implementations = {"attn_implementation": "eager" if case.name.startswith(("gemma", "gptoss")) else "sdpa"}
         implementations["experts_implementation"] = "eager"

@@ -197,6 +197,86 @@ def _experts_together(tensors: Tensors) -> Tensors:
     return {name: np.stack(found) if isinstance(found, list) else found for name, found in joined.items()}
 
 
+def write_tiny_qwen(folder: str | Path, *, vocab_size: int, config: Mapping[str, Any] = MappingProxyType({})) -> Tensors:
+    """Writes a Qwen 1 as a folder without tokenizer and returns its tensors. Its numbers are those of `as_qwen2`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_config: dict[str, Any] = {
+        "architectures": ["QWenLMHeadModel"],
+        "model_type": "qwen",
+        "hidden_size": 84,
+        "intermediate_size": 106,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "kv_channels": 14,
+        "vocab_size": vocab_size,
+        "seq_length": 128,
+        "max_position_embeddings": 128,
+        "layer_norm_epsilon": 1e-6,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 1.0,
+        "no_bias": True,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **config,
+    }
+    tensors: Tensors = {}
+    for name, tensor in tiny_tensors(qwen2_config(hf_config), qkv_bias=True).items():
+        renamed = name
+        for theirs, ours in _QWEN_NAMES.items():
+            renamed = renamed.replace(theirs, ours)
+        if "_proj." in name and ".self_attn." in name and "o_proj" not in name:
+            stem, kind = renamed.rsplit(".self_attn.", 1)
+            fused = f"{stem}.attn.c_attn.{kind.split('.')[1]}"
+            tensors[fused] = np.concatenate([tensors[fused], tensor]) if fused in tensors else tensor
+        else:
+            tensors[renamed] = tensor
+    save_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2), encoding="utf-8")
+    return tensors
+
+
+_QWEN_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.h",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.gate_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.c_proj",
+}
+
+
+def qwen2_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the Qwen 2 that computes what a Qwen 1 computes up to the length that it was trained for."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"] // 2,
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_attention_heads"],
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["seq_length"],
+        "rms_norm_eps": config["layer_norm_epsilon"],
+        "rope_theta": float(config["rotary_emb_base"]),
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+
+
+def write_as_qwen2(folder: Path) -> None:
+    """Puts in place of the Qwen 1 of `write_tiny_qwen` in `folder` the same model as a Qwen 2, which transformers still runs."""
+    config = qwen2_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    save_safetensors(folder / "model.safetensors", tiny_tensors(config, qkv_bias=True))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def write_tiny_bert(folder: str | Path, *, vocab_size: int, config: Mapping[str, Any] = MappingProxyType({})) -> Tensors:
     """Writes an encoder as a folder without tokenizer and returns its tensors; sizes and options as for `write_tiny_family`."""
     folder = Path(folder)

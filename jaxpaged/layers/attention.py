@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         q = self._in_heads(self.q(x), self.heads, self.q_norm)
         k = self._in_heads(self.k(x), self.kv_heads, self.k_norm)
         if rope is not None:
-            q, k = rope.rotate(q), rope.rotate(k)
+            q, k = rope.rotate_queries(q), rope.rotate(k)
         v = self.v(x).reshape(num_tokens, self.kv_heads, self.head_dim)
         cache = write(cache, k, v, place.layer, batch.write_pages[place.group], batch.write_offsets)
         attended = paged_attention(

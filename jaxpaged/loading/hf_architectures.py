@@ -39,6 +39,7 @@ class HfArchitecture(NamedTuple):
         model_type: of its configs.
         defaults: values of keys that are left out or null.
         absent: values of keys that are left out, where null has a meaning of its own.
+        renamed: its words for keys -> ours.
         window_rule: which layers are windowed.
         has_layer_types: whether a list `layer_types` goes before the rule.
         default_window: `sliding_window` when the key is left out; a null there means none.
@@ -55,6 +56,7 @@ class HfArchitecture(NamedTuple):
     model_type: str
     defaults: Mapping[str, Any]
     absent: Mapping[str, Any] = MappingProxyType({})
+    renamed: Mapping[str, str] = MappingProxyType({})
     window_rule: WindowRule = "none"
     has_layer_types: bool = False
     default_window: int | None = None
@@ -186,6 +188,18 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
                 "type_vocab_size": 2,
                 "tie_word_embeddings": True,
             },
+        ),
+        "QWenLMHeadModel": HfArchitecture(
+            "qwen",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 8192,
+                "seq_length": 2048,
+                "use_dynamic_ntk": True,
+                "use_logn_attn": True,
+            },
+            renamed=MappingProxyType({"layer_norm_epsilon": "rms_norm_eps", "kv_channels": "head_dim", "rotary_emb_base": "rope_theta"}),
+            is_fused=True,
         ),
         "Phi3ForCausalLM": HfArchitecture(
             "phi3",

@@ -92,6 +92,9 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     if known is None:
         return config
     _refuse_quantization(config, known, source)
+    for theirs, key in known.renamed.items():
+        if theirs in config:
+            config.setdefault(key, config[theirs])
     for key, value in known.defaults.items():
         if config.get(key) is None:
             config[key] = value
@@ -101,8 +104,8 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     for key in ("rms_norm_eps", "layer_norm_eps"):
         if key in config and (not is_number(config[key]) or not 0 < config[key] < 1):
             faults.append(f"{key} should be a number between 0 and 1, not {config[key]!r:.60}")
-    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-        if not isinstance(config[key], bool):
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_dynamic_ntk", "use_logn_attn"):
+        if not isinstance(config.get(key, False), bool):
             faults.append(f"{key} should be true or false, not {config[key]!r:.60}")
     for key in ("hidden_act", "hidden_activation"):
         if not isinstance(config.get(key, ""), str):
@@ -141,7 +144,7 @@ def _settle_counts(config: HfConfig) -> list[str]:
         if hidden % heads:
             faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         config["head_dim"] = hidden // heads
-    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "type_vocab_size"):
+    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "type_vocab_size", "seq_length"):
         if config.get(key) is not None and not is_count(config[key]):
             faults.append(f"{key} should be a positive integer, not {config[key]!r:.60}")
     if faults:

@@ -35,6 +35,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "LlamaForCausalLM": Architecture("llama", "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM, SmolLM 2"),
         "MistralForCausalLM": Architecture("llama", "Mistral 7B, Mistral Nemo, Mistral Small"),
         "MinistralForCausalLM": Architecture("llama", "Ministral 8B"),
+        "QWenLMHeadModel": Architecture("qwen", "Qwen 1 (Qwen-7B-Chat and its like)"),
         "Qwen2ForCausalLM": Architecture("llama", "Qwen 2, Qwen 2.5, QwQ", {"has_qkv_bias": True}),
         "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
         "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),

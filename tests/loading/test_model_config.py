@@ -282,7 +282,7 @@ def _of(folder: Path, name: str, **config: Any) -> dict[str, Any]:
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
-    assert {"LlamaForCausalLM", "BertModel", *CONFIGS} == set(HF_ARCHITECTURES)
+    assert {"LlamaForCausalLM", "BertModel", "QWenLMHeadModel", *CONFIGS} == set(HF_ARCHITECTURES)
 
 
 def test_an_encoder_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.tiny_families import write_tiny_family
+from tests.tiny_families import write_tiny_family, write_tiny_qwen
 from tests.tiny_model import Tensors, write_tiny_llama
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     @property
     def golden_path(self) -> Path:
         """The golden file: case name -> float32 logits [positions, vocab]."""
-        return GOLDEN / f"{self.architecture.removesuffix('ForCausalLM').lower()}_logits.npz"
+        return GOLDEN / f"{self.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel').lower()}_logits.npz"
 
 
 def golden_logits(case: Case) -> np.ndarray:
@@ -167,6 +167,8 @@ FAMILY_CASES = (
     )._replace(is_long=True),
     # The limit clamps some of what its experts compute; positions go past the window and past the length before scaling.
     _family("GptOssForCausalLM", _GPT_OSS, **_OF_GPT_OSS),
+    # Up to the length that it was trained for; what is behind, test_qwen.py compares with numpy.
+    Case("qwen", "QWenLMHeadModel", write_tiny_qwen, {"vocab_size": _VOCAB}, _POSITIONS, is_long=True),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )
