@@ -11,7 +11,7 @@ from jaxpaged.chat_template import TIMEOUT_S, ChatTemplate, check_messages, plai
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.token_bytes import TokenBytes, max_bytes_per_token
-from jaxpaged.tokenizer_files import StoredTokenizer, bytes_alone, load_folder
+from jaxpaged.tokenizer_files import StoredTokenizer, bytes_alone, has_tokenizer, load_folder
 
 if TYPE_CHECKING:
     from jaxpaged.loading.sources import ModelFiles
@@ -73,7 +73,7 @@ class Tokenizer:
         """
         source = None if chat_template is None else read_chat_template(chat_template)
         path = files.path if files.tokenizer_path is None else files.tokenizer_path
-        if may_be_missing and path.is_dir() and not (path / "tokenizer.json").exists():
+        if may_be_missing and path.is_dir() and not has_tokenizer(path):
             tokenizer = cls(bytes_alone(), chat_template=source)
         elif path.is_dir() or path.name == "tokenizer.json":
             tokenizer = cls.from_folder(path if path.is_dir() else path.parent, chat_template=source)

@@ -2,15 +2,18 @@
 
     <architecture>_logits.npz   logits of the tiny models in tests/models/cases.py; `--only qwen2` makes one of these files
     bert_hidden.npz             hidden states of the encoder in tests/models/encoder_cases.py; `--only bert`
+    tiny.tiktoken, tiktoken_ids.json    a vocabulary trained by the package `tiktoken`, and the ids that it gives texts; `--only tiktoken`
     rope_tables.json            rotary frequencies of the configs in tests/models/rope_cases.py; `--only rope`
 
 Everything is computed in float32 on the CPU.
 """
 
 import argparse
+import base64
 import json
 import sys
 import tempfile
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from tests.models.cases import FAMILY_CASES, VARIANT_CASES, Case  # noqa: E402
 from tests.models.encoder_cases import GOLDEN_HIDDEN, LENGTHS, VOCAB, prompt_of, told  # noqa: E402
 from tests.models.rope_cases import GOLDEN_ROPE, ROPE_CASES  # noqa: E402
+from tests.text.tiktoken_texts import QWEN_CONTROLS, QWEN_CUT, TEXTS, TIKTOKEN_IDS, TINY_TIKTOKEN, TRAINED_ON  # noqa: E402
 from tests.tiny_families import write_as_qwen2, write_tiny_bert  # noqa: E402
 
 _SUFFIX = "_logits.npz"
@@ -57,6 +61,20 @@ def make_hidden() -> None:
     print(f"{GOLDEN_HIDDEN}: {GOLDEN_HIDDEN.stat().st_size} bytes")
 
 
+def make_tiktoken() -> None:
+    import tiktoken
+    from tiktoken._educational import bpe_train
+
+    ranks = bpe_train("\n".join(TRAINED_ON), 400, QWEN_CUT)
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
+    TINY_TIKTOKEN.write_text("".join(lines), encoding="ascii")
+    controls = {name: len(ranks) + index for index, name in enumerate(QWEN_CONTROLS)}
+    encoding = tiktoken.Encoding("tiny", pat_str=QWEN_CUT, mergeable_ranks=ranks, special_tokens=controls)
+    ids = {text: encoding.encode(unicodedata.normalize("NFC", text), allowed_special="all") for text in TEXTS}
+    TIKTOKEN_IDS.write_text(json.dumps(ids, ensure_ascii=True, indent=0), encoding="ascii")
+    print(f"{len(ranks)} tokens, {sum(map(len, ids.values()))} ids of {len(ids)} texts")
+
+
 def make_rope_tables() -> None:
     tables = {}
     for name, (config, length) in ROPE_CASES.items():
@@ -75,7 +93,7 @@ def main() -> None:
         by_file.setdefault(case.golden_path, []).append(case)
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument(
-        "--only", choices=("rope", "bert", *(path.name.removesuffix(_SUFFIX) for path in by_file)), help="make one of the files"
+        "--only", choices=("rope", "bert", "tiktoken", *(path.name.removesuffix(_SUFFIX) for path in by_file)), help="make one of the files"
     )
     only = parser.parse_args().only
     torch.set_num_threads(1)  # sums in one order, however many cores there are
@@ -85,6 +103,8 @@ def main() -> None:
                 make_logits(path, cases)
         if only in (None, "bert"):
             make_hidden()
+        if only in (None, "tiktoken"):
+            make_tiktoken()
         if only in (None, "rope"):
             make_rope_tables()
 
