@@ -57,7 +57,8 @@ def _load_qwen(folder: Path) -> StoredTokenizer:
     template = _chat_template(folder, _read_json(folder / "tokenizer_config.json"))
     if template is None and _read_json(folder / "generation_config.json").get("chat_format") == "chatml":
         template = CHATML
-    return StoredTokenizer(backend, None, tuple(backend.token_to_id(name) for name in END_TOKENS), template)
+    ends = tuple(index for name in END_TOKENS if (index := backend.token_to_id(name)) is not None)
+    return StoredTokenizer(backend, None, ends, template)
 
 
 def bytes_alone() -> StoredTokenizer:
