@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from jaxpaged.open_requests import OpenRequests
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
-from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledStep, Scheduler
+from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
+from jaxpaged.scheduler import DEFAULT_POLICY, Scheduler
 from jaxpaged.slot_rows import slot_row
 from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
@@ -227,6 +229,7 @@ class Engine:
         awaited = [row for row, token_id in zip(step.rows, ids, strict=False) if row.is_awaited and (row.samples or token_id == NO_ID)]
         self._requests.take_pooled(pooled_rows(step, started.ids))
         self._fail_rows_without_id(step, ids)
+        num_before = _num_output_tokens(awaited)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()
         self._requests.take_tokens(awaited, self._token_logprobs(started))
@@ -235,6 +238,7 @@ class Engine:
             awaited,
             bucket_tokens=started.bucket_tokens,
             num_tokens=started.num_tokens,
+            num_output_tokens=_num_output_tokens(awaited) - num_before,
             scheduler=self.scheduler,
             pages=self.pages,
             times=StepTimes(started.schedule_s, started.pack_s, started.run_s + device_s, update_s, timer.lap()),
@@ -329,3 +333,8 @@ class Engine:
             raise EngineDeadError(f"the engine stopped: {self._fatal}")
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
+
+
+def _num_output_tokens(rows: Iterable[ScheduledRow]) -> int:
+    """Tokens that the answers of these rows have; a request for hidden states has none."""
+    return sum(row.sequence.num_output_tokens for row in rows if row.sequence.request.pooling is None)

@@ -67,7 +67,8 @@ def draw(expected: Mapping[str, ShapeDtype], seed: int) -> dict[str, np.ndarray]
         rest, whose last axis is the inputs.
     """
     drawn = np.random.default_rng(seed).random(_DRAWN, np.float32) * 2 - 1
-    return {path: _make(path, like, drawn, turn) for turn, (path, like) in enumerate(sorted(expected.items()))}
+    turns = {path: turn for turn, path in enumerate(sorted(expected))}
+    return {path: _make(path, like, drawn, turns[path]) for path, like in expected.items()}
 
 
 def _make(path: str, like: ShapeDtype, drawn: np.ndarray, turn: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.dummy import draw
 from jaxpaged.loading.sources import resolve
 from jaxpaged.model_loader import describe_model, load_model
+from jaxpaged.model_source import ModelSource
 from jaxpaged.step_program import LoadedModel
 from tests.loading.tiny_table import Like
 from tests.models.cases import FAMILY_CASES, VARIANT_CASES, Case
@@ -97,3 +98,16 @@ def test_the_type_is_the_one_that_the_config_names(named: str | None, dtype: typ
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither config\.json nor a \.gguf file"):
         load_dummy(tmp_path)
+
+
+def test_nothing_of_it_is_kept_for_another_start(tmp_path: Path) -> None:
+    """Neither for another seed nor for the weights that come later."""
+    folder = config_alone(LLAMA, tmp_path)
+
+    def start(seed: int | None) -> LoadedModel:
+        config = ModelConfig(model=str(folder), load_format="dummy", seed=seed)
+        return ModelSource(resolve(config), config, is_gpu=False, num_threads=1).load()
+
+    one, other, unnamed = (start(seed).params for seed in (1, 2, None))
+    assert not all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    assert not all(np.array_equal(mine, theirs) for mine, theirs in zip(one, unnamed, strict=True))

@@ -97,12 +97,15 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int
         rows = slice(start, min(start + BLOCK_ROWS, len(q)))
         low = 0 if window is None else max(0, first + start - window + 1)
         high = first + rows.stop
-        distance = np.arange(first + start, high)[:, None] - np.arange(low, high)
-        is_seen = (distance >= 0) & (distance < (window or high))
+        # Without a window every column before the block is seen by all of its rows.
+        edge = low if window is not None else first + start
+        distance = np.arange(first + start, high)[:, None] - np.arange(edge, high)
+        is_hidden = (distance < 0) | (distance >= (window or high))
         for head in range(q.shape[1]):
-            scores = q[rows, head] @ k[low:high, head // num_shared].T * q.dtype.type(q.shape[2] ** -0.5)
-            scores = np.where(is_seen, scores, -np.inf)
-            shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+            scores = (q[rows, head] * q.dtype.type(q.shape[2] ** -0.5)) @ k[low:high, head // num_shared].T
+            scores[:, edge - low :][is_hidden] = -np.inf
+            scores -= scores.max(axis=1, keepdims=True)
+            shares = np.exp(scores, out=scores)
             out[rows, head] = shares @ v[low:high, head // num_shared] / shares.sum(axis=1, keepdims=True)
     return out
 
