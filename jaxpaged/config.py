@@ -61,7 +61,9 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int | Literal["auto"] | None,
         _doc("tokens of prompt and answer together; none: the model's own; auto: the largest that fits the page pool", ge=1),
     ] = None
-    load_format: Annotated[Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone")] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone, drawn from `seed`")
+    ] = "auto"
     quantization: Annotated[str | None, _doc("weight quantization; none so far, anything else is refused")] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0

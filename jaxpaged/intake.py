@@ -58,6 +58,7 @@ class Intake:
         seed: int,
         max_logprobs: int = MAX_LOGPROBS,
         max_model_len: int | None = None,
+        is_encoder: bool = False,
     ) -> None:
         """Prepares for one model.
 
@@ -69,11 +70,12 @@ class Intake:
             seed: seeds the requests that bring none.
             max_logprobs: likeliest ids that a request may ask log-probabilities of.
             max_model_len: tokens of the context; a text that is too long for it in any case is refused before it is tokenized.
+            is_encoder: whether the model makes embeddings and nothing else.
         """
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self._vocab = vocab
         self._seed = seed
-        self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
+        self._max_model_len, self._max_logprobs, self._is_encoder = max_model_len, max_logprobs, is_encoder
         # Drawn, so that only who has seen it can give an id that looks like an automatic one.
         self._id_prefix = f"req-{secrets.token_hex(2)}-"
         # Counting is atomic, so threads can share these.
@@ -105,6 +107,10 @@ class Intake:
             InvalidRequestError: a malformed prompt or salt, or ids, parameters or priority out of range. (Lengths are checked by
                 `Scheduler.check_fits`.)
         """
+        if self._is_encoder and params is not EMBEDDING_PARAMS:
+            raise InvalidRequestError(
+                "The model is an encoder: it makes embeddings (LLM.embed, /v1/embeddings) and generates no text", param="model"
+            )
         if request_id is not None:
             if not _is_id(request_id):
                 raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")

@@ -11,7 +11,7 @@ from jaxpaged.chat_template import TIMEOUT_S, ChatTemplate, check_messages, plai
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.token_bytes import TokenBytes, max_bytes_per_token
-from jaxpaged.tokenizer_files import StoredTokenizer, load_folder
+from jaxpaged.tokenizer_files import StoredTokenizer, bytes_alone, has_tokenizer, load_folder
 
 if TYPE_CHECKING:
     from jaxpaged.loading.sources import ModelFiles
@@ -66,13 +66,21 @@ class Tokenizer:
         self.chat_template: Final = None if source is None else ChatTemplate(source, bos, eos)
 
     @classmethod
-    def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None, template_timeout_s: float = TIMEOUT_S) -> "Tokenizer":
+    def from_files(
+        cls,
+        files: "ModelFiles",
+        *,
+        chat_template: str | None = None,
+        template_timeout_s: float = TIMEOUT_S,
+        may_be_missing: bool = False,
+    ) -> "Tokenizer":
         """The tokenizer of a model that `loading.sources.resolve` found.
 
         Args:
             files: where they lie.
             chat_template: the option of that name: a file or a template, in place of the model's own.
             template_timeout_s: what one rendering may take.
+            may_be_missing: whether a folder without a tokenizer has one of 256 tokens, one a byte.
 
         Raises:
             CheckpointError: a file is missing or malformed.
@@ -82,7 +90,9 @@ class Tokenizer:
         """
         source = None if chat_template is None else read_chat_template(chat_template)
         path = files.path if files.tokenizer_path is None else files.tokenizer_path
-        if path.is_dir() or path.name == "tokenizer.json":
+        if may_be_missing and path.is_dir() and not has_tokenizer(path):
+            tokenizer = cls(bytes_alone(), chat_template=source)
+        elif path.is_dir() or path.name == "tokenizer.json":
             tokenizer = cls.from_folder(path if path.is_dir() else path.parent, chat_template=source)
         else:
             tokenizer = cls.from_gguf(path, files.cache_path, chat_template=source)
