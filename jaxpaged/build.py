@@ -1,5 +1,6 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
+import secrets
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
+from jaxpaged.loading.sentence_transformer import refuse_other_pooling
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
 from jaxpaged.model_runner import ModelRunner
@@ -43,9 +45,17 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
     facts, description = source.described.facts, source.described.description
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
+    if description.is_encoder:
+        refuse_other_pooling(files.path)
+        _check_whole_prompts(limits)
     _check_pool(config, facts, limits)
     source.read_ahead()
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
+    tokenizer = Tokenizer.from_files(
+        files,
+        chat_template=config.model.chat_template,
+        template_timeout_s=config.model.template_timeout_s,
+        may_be_missing=config.model.load_format == "dummy",
+    )
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
@@ -85,14 +95,17 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         generation_config=description.generation_config if config.model.generation_config == "auto" else {},
         eos_token_ids=eos_token_ids,
         vocab=facts.vocab,
-        seed=config.model.seed,
+        seed=secrets.randbits(63) if config.model.seed is None else config.model.seed,
         max_logprobs=config.sampling.max_logprobs,
         max_model_len=runner.limits.max_model_len,
+        is_encoder=description.is_encoder,
     )
     engine = Engine(
         runner,
         tokenizer,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        # Keys and values of an encoder depend on the whole text.
+        enable_prefix_caching=config.cache.enable_prefix_caching and not description.is_encoder,
+        takes_whole_prompts=description.is_encoder,
         max_in_flight=2 if config.scheduler.async_scheduling else 1,
         policy=config.scheduler,
         sink=emit,
@@ -112,10 +125,21 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             max_num_batched_tokens=runner.limits.max_num_batched_tokens,
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
+            platform=jax.default_backend(),
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return engine, intake
+
+
+def _check_whole_prompts(limits: StepLimits) -> None:
+    """Raises ConfigError when a prompt may be longer than a step of an encoder, which computes it at once."""
+    if limits.max_num_batched_tokens < limits.max_model_len - 1:
+        raise ConfigError(
+            f"an encoder computes a prompt in one step, and max_num_batched_tokens {limits.max_num_batched_tokens} is less than the "
+            f"{limits.max_model_len - 1} tokens that a prompt may have: raise it, or lower max_model_len",
+            param="scheduler.max_num_batched_tokens",
+        )
 
 
 def _check_pool(config: Config, model: ModelFacts, limits: StepLimits) -> None:

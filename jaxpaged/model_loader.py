@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
+from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
@@ -27,6 +28,8 @@ DTYPES = {
 
 _COMPARED_ROWS = 1024
 _HEAD = "head.weight"
+_UNREAD = (_HEAD, "pooler.weight", "pooler.bias")
+"""Parameters that a model need not have although its tensors are there: tied embeddings and a head, and what another task needed."""
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +38,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hf_config: the settled config that the family's `Config` is read from.
         max_model_len: the longest text that the engine takes, where the options say so.
+        is_encoder: see `models.Architecture`.
     """
 
     facts: ModelFacts
@@ -42,6 +46,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     generation_config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
+    is_encoder: bool = False
 
 
 class DescribedModel(NamedTuple):
@@ -88,6 +93,7 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
         max_model_len=max_model_len,
         generation_config=checkpoint.generation_config,
         eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
+        is_encoder=architecture.is_encoder,
     )
     return with_structure(description)
 
@@ -104,20 +110,25 @@ def with_structure(description: ModelDescription) -> DescribedModel:
     return DescribedModel(description, structure)
 
 
-def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1) -> LoadedModel:
-    """Puts the checkpoint's weights on the device; raises as `convert_weights`."""
-    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads))
+def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> LoadedModel:
+    """Puts the checkpoint's weights on the device; arguments and errors as for `convert_weights`."""
+    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed))
 
 
-def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1) -> dict[str, np.ndarray]:
+def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
     """The checkpoint's weights as the model takes them: parameter path -> aligned array, in the order of the leaves.
+
+    Args:
+        num_threads: tensors that are converted at the same time.
+        seed: of random weights, where the checkpoint is a config alone.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
     """
     family, config, _, _, expected = described.structure()
-    # A model with tied embeddings may have its head in the file all the same.
-    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=(_HEAD,), num_threads=num_threads)
+    if isinstance(checkpoint, DummyCheckpoint):
+        return draw(expected, seed)
+    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray]) -> LoadedModel:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxpaged.batch import BatchLayout
 from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
-from jaxpaged.host_limits import return_freed_memory
+from jaxpaged.host_limits import return_freed_blocks, return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
@@ -132,6 +132,7 @@ class ModelRunner:
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
         before_compiling(self)
         self.programs = compile_all(self._step.lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
+        return_freed_blocks()
         self._slot_writer = self._compile_slot_writer()
         self._watch = CompilationWatch()
         try:

@@ -37,12 +37,13 @@ class ModelSource:
             UnsupportedModelError: an architecture or variant that we do not run.
         """
         self._files, self._num_threads = files, num_threads
+        self._load_format, self._seed = config.load_format, config.seed or 0
         self._ahead: concurrent.futures.Future[dict[str, np.ndarray] | None] | None = None
-        self._kept = KeptModel(files, max_weight_bytes=config.max_kept_weights)
+        self._kept = KeptModel(files, max_weight_bytes=0 if config.load_format == "dummy" else config.max_kept_weights)
         options = (config.dtype, config.max_model_len, is_gpu)
         description = self._kept.read_description(ModelDescription, options)
         if description is None:
-            with open_checkpoint(files) as checkpoint:
+            with open_checkpoint(files, load_format=config.load_format) as checkpoint:
                 self.described = describe_model(config, checkpoint, is_gpu=is_gpu)
             self._kept.keep_description(self.described.description, options)
         else:
@@ -63,8 +64,8 @@ class ModelSource:
         ahead, self._ahead = self._ahead, None
         arrays = self._map_kept() if ahead is None else ahead.result()
         if arrays is None:
-            with open_checkpoint(self._files) as checkpoint:
-                arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads)
+            with open_checkpoint(self._files, load_format=self._load_format) as checkpoint:
+                arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads, seed=self._seed)
             self._kept.keep_weights(arrays, self._weight_options)
         return to_device(self.described, arrays)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
+from jaxpaged.loading.model_config import settle
 from jaxpaged.model_loader import DTYPES
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_structure import make_structure
@@ -28,15 +29,26 @@ from jaxpaged.settings import decide_limits
 from jaxpaged.step_packer import pack_alone
 from jaxpaged.step_program import LoadedModel
 
-SMOLLM2 = {"vocab": 49152, "embed": 576, "ffw": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64}
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "tie_word_embeddings": True,
+}
+"""Its config.json."""
 CONTEXT = 2048
 
 
 def random_model(dtype: str) -> LoadedModel:
     """SmolLM2-135M's architecture with random weights."""
-    config = llama.Config(
-        **SMOLLM2, max_positions=CONTEXT, norm_eps=1e-5, rope_theta=1e5, is_tied=True, dtype=DTYPES[dtype], windows=(None,) * 30
-    )
+    config = llama.Config.from_hf(settle(SMOLLM2, "the benchmark"), DTYPES[dtype], CONTEXT)
     structure = make_structure(llama, config)
     rng = np.random.default_rng(0)
     params = tuple(
