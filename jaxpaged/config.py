@@ -230,6 +230,15 @@ class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     vllm_names: Annotated[bool, _doc("/metrics also tells the figures under vLLM's names")] = True
 
 
+class TracingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces of requests for OpenTelemetry; needs the extra `otel`."""
+
+    otlp_endpoint: Annotated[
+        str | None, _doc("URL of a collector that takes OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces")
+    ] = None
+    service_name: Annotated[str, _doc("what traces call this server", min_length=1)] = "jaxpaged"
+
+
 class DiagnoseConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Thresholds of `jaxpaged diagnose`; docs/operations.md has the rules."""
 
@@ -279,6 +288,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
 
 
@@ -318,5 +328,6 @@ ALIASES: dict[str, str] = {
     "ssl_keyfile": "server.ssl_keyfile",
     "allowed_origins": "server.allowed_origins",
     "shutdown_timeout": "server.drain_timeout_s",
+    "otlp_traces_endpoint": "tracing.otlp_endpoint",
 }
 """vLLM's names (as Python arguments; flags use dashes) -> path in the tree."""

@@ -83,6 +83,8 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "limits.max_stored_responses": ("0", 0),
     "limits.max_stored_size": ("1MiB", 2**20),
     "metrics.public": ("on", True),
+    "tracing.otlp_endpoint": ("http://127.0.0.1:4318/v1/traces", "http://127.0.0.1:4318/v1/traces"),
+    "tracing.service_name": ("llm", "llm"),
     "metrics.vllm_names": ("off", False),
     "diagnose.window_s": ("1.5", 1.5),
     "diagnose.lasting_share": ("0.42", 0.42),

@@ -2,10 +2,11 @@
 
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,6 +47,25 @@ def make_private_folder(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+
+
+def bound_folder(folder: Path, max_bytes: int) -> None:
+    """Removes the oldest files below a folder until what is left takes `max_bytes` at most; whoever reads one meanwhile makes it anew."""
+    files = []
+    for path in folder.rglob("*"):
+        try:
+            state = path.lstat()
+        except OSError:  # another process was quicker
+            continue
+        if stat.S_ISREG(state.st_mode):
+            files.append((state.st_mtime, state.st_size, path))
+    excess = sum(size for _, size, _ in files) - max_bytes
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            return
+        with suppress(OSError):
+            path.unlink()
+            excess -= size
 
 
 @contextmanager

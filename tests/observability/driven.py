@@ -104,9 +104,10 @@ class World:
             clocks=Clocks(monotonic=lambda: self.now, wall=lambda: START_S + self.now),
         )
         self._intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(), vocab=VOCAB, seed=0)
-        self._to_come: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._to_come: list[tuple[float, int, SamplingParams, Callable[[], None]]] = []
         self._when_done: dict[str, Callable[[], None]] = {}
         self._number = 0
+        self._leaving: list[str] = []
         self._at_times: list[tuple[float, Callable[[], None]]] = []
         self.log(
             events.EngineStarted(
@@ -139,9 +140,14 @@ class World:
         """Has something happen while the first step after a time is on the device."""
         self._at_times.append((at_s, call))
 
-    def arrive(self, at_s: float, num_prompt: int, num_tokens: int, then: Callable[[], None] = lambda: None) -> None:
-        """A request that comes at a time, and what happens at its end."""
-        self._to_come.append((at_s, num_prompt, num_tokens, then))
+    def arrive(self, at_s: float, num_prompt: int, num_tokens: int, then: Callable[[], None] = lambda: None, **fields: Any) -> None:
+        """A request that comes at a time, what happens at its end, and other fields of its sampling parameters."""
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, **fields})
+        self._to_come.append((at_s, num_prompt, params, then))
+
+    def abort_last(self) -> None:
+        """The client of the last request leaves, once the step that runs is over."""
+        self._leaving.append(f"x{self._number}")
 
     def arrivals(self, rate: float, from_s: float, to_s: float, prompts: Sequence[int], tokens: Sequence[int]) -> None:
         """Requests that come by chance, so many a second."""
@@ -170,6 +176,8 @@ class World:
                 for output in self.engine.step():
                     if output.finished:
                         self._finished(output.request_id)
+                while self._leaving:
+                    self.engine.abort(self._leaving.pop())
             elif self._to_come:
                 self.now = max(self.now, min(entry[0] for entry in self._to_come))
             else:
@@ -181,10 +189,9 @@ class World:
         if not due:
             return
         self._to_come = [entry for entry in self._to_come if entry[0] > self.now]
-        for at_s, num_prompt, num_tokens, then in due:
+        for at_s, num_prompt, params, then in due:
             self._number += 1
             request_id = f"x{self._number}"
-            params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
             request = self._intake.request([60] * num_prompt, params, arrival_s=at_s, request_id=request_id)
             try:
                 self.engine.add(request)
