@@ -243,7 +243,7 @@ def test_one_wheel_holds_the_three_packages_and_the_configs(wheel: Path) -> None
 def test_the_wheel_asks_for_what_pyproject_says(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
-    assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE)) == {"cuda12", "cuda13", "ray", "dev"}
+    assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE)) == {"cuda12", "cuda13", "otel", "ray", "dev"}
     required = [line for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE) if "extra ==" not in line]
     assert len(required) == len(PROJECT["dependencies"])
     assert "jax<0.13,>=0.11.2" in required
