@@ -19,6 +19,10 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 BYTES = {"unit": "bytes"}
 SECRET = {"secret": True}
+VLLM_CACHE_DTYPES = {
+    "spellings": {"bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32", "fp8": "fp8_e4m3"},
+}
+"""Other words for a choice."""
 """Marks of fields (`Meta.extra`): a size that takes 512MiB or 1.5GiB; a value that is never printed."""
 
 
@@ -57,14 +61,21 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int | Literal["auto"] | None,
         _doc("tokens of prompt and answer together; none: the model's own; auto: the largest that fits the page pool", ge=1),
     ] = None
-    load_format: Annotated[Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone")] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone, drawn from `seed`")
+    ] = "auto"
     quantization: Annotated[str | None, _doc("weight quantization; none so far, anything else is refused")] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0
     generation_config: Annotated[
         Literal["auto", "neutral", "vllm"], _doc("auto: unset sampling values come from the model's generation_config.json")
     ] = "auto"
-    seed: Annotated[int, _doc("seeds the requests that bring no seed of their own", ge=0, le=2**63 - 1)] = 0
+    max_kept_weights: Annotated[
+        int, _doc("size up to which converted weights are kept in the cache folder, for later starts to map; 0: never", ge=0, extra=BYTES)
+    ] = 4 * GIB
+    seed: Annotated[
+        int | None, _doc("seeds the requests that bring no seed of their own; none: drawn at the start", ge=0, le=2**63 - 1)
+    ] = 0
     hf_token: Annotated[str | None, _doc("token for gated hub models; never printed", extra=SECRET)] = None
     offline: Annotated[bool, _doc("never use the network: the model must be a local path or already pulled")] = False
     trust_remote_code: Annotated[bool, _doc("refused: code from model repositories is never run")] = False
@@ -75,9 +86,10 @@ class CacheConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     page_size: Annotated[int, _doc("tokens per page", ge=1, le=256)] = 16
     memory: Annotated[int | None, _doc("bytes of the page pool; none: 512 MiB on CPU, what is left on GPU", ge=1, extra=BYTES)] = None
-    dtype: Annotated[Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"], _doc("type of keys and values in the pool; auto: the model's")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"],
+        _doc("type of keys and values in the pool; auto: the model's; vLLM's spellings too", extra=VLLM_CACHE_DTYPES),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("share full pages between requests that begin alike")] = True
     gpu_memory_utilization: Annotated[float, _doc("share of the GPU's memory that the process may use", gt=0, le=1)] = 0.92
 
@@ -204,6 +216,7 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_stop_chars: Annotated[int, _doc("characters of one stop string", ge=1, le=1024)] = 512
     max_stop_token_ids: Annotated[int, _doc("stop token ids", ge=0, le=128)] = 128
     max_logit_bias: Annotated[int, _doc("token ids in logit_bias", ge=0, le=1024)] = 1024
+    max_body_parts: Annotated[int, _doc("texts, names of fields, lists and objects in a body", ge=16, le=100_000_000)] = 65_536
     max_messages: Annotated[int, _doc("messages of a conversation", ge=1, le=1_000_000)] = 2048
     max_request_id_chars: Annotated[int, _doc("characters of x-request-id; a longer one is replaced", ge=1, le=1024)] = 128
     max_stored_responses: Annotated[int, _doc("responses kept for later calls; the oldest goes first", ge=0, le=1_000_000)] = 1000

@@ -55,6 +55,7 @@ class Engine:
         runner: the model on its device.
         tokenizer: for the text of answers.
         enable_prefix_caching: share full pages between requests that begin alike.
+        takes_whole_prompts: see `Scheduler`.
         max_in_flight: steps that may run before the oldest is taken in; 2 hides the host's work behind the device's.
         policy: priorities, targets and limits of the queue.
         sink: takes every event; whoever made it closes it.
@@ -70,6 +71,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         enable_prefix_caching: bool = True,
+        takes_whole_prompts: bool = False,
         max_in_flight: int = 1,
         policy: SchedulerConfig = DEFAULT_POLICY,
         sink: events.Sink,
@@ -87,6 +89,7 @@ class Engine:
             clock=clocks.monotonic,
             policy=policy,
             token_buckets=limits.token_buckets,
+            takes_whole_prompts=takes_whole_prompts,
         )
         self._packer = StepPacker(runner.layout_for(1), runner.vocab)
         self._max_in_flight = max_in_flight

@@ -199,6 +199,8 @@ class HttpAnswered(_Event):
 
     `end` is stop, length, rejected, refused, aborted or failed, and empty for what asks the model nothing. `first_token_s` and
     `seconds` count from its arrival. `body` is what the client sent, or its beginning, and empty unless `log.prompts` asks for it.
+    `answer_id` is the answer's own id; the engine's requests behind it are called the same, with their index behind. `num_merged`
+    tokens of a stream came with one before, because the event loop or the client lagged.
     """
 
     request_id: str
@@ -212,6 +214,8 @@ class HttpAnswered(_Event):
     first_token_s: float | None
     seconds: float
     body: str = ""
+    answer_id: str = ""
+    num_merged: int = 0
 
 
 class HealthChanged(_Event):

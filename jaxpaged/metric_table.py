@@ -248,6 +248,12 @@ HTTP_COUNTERS = (
         "end",
     ),
     _counter("http_errors", "Errors that were told to clients, by code", "few", "docs/api.md explains the codes", "code"),
+    _counter(
+        "http_merged_tokens",
+        "Tokens of streams that came with one before, because the event loop or the client lagged",
+        "few",
+        "`slow_clients`, or more streams than the processor writes",
+    ),
 )
 
 MACHINE_GAUGES = (

@@ -32,6 +32,7 @@ class PrometheusSink(Collector):
         self._http: dict[str, Counter[tuple[str, ...]]] = {row.name: Counter() for row in HTTP_COUNTERS}
         # From 0 on, so that a share of failures is 0, and not unknown, before the first one.
         self._http["jaxpaged_http_ends_total"].update({(end.value,): 0 for end in End})
+        self._http["jaxpaged_http_merged_tokens_total"][()] = 0
         self._started: events.EngineStarted | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -71,6 +72,7 @@ class PrometheusSink(Collector):
                 self._started = event
             case events.HttpAnswered():
                 self._http["jaxpaged_http_answers_total"][event.path or "none", str(event.status)] += 1
+                self._http["jaxpaged_http_merged_tokens_total"][()] += event.num_merged
                 if event.end:
                     self._http["jaxpaged_http_ends_total"][event.end,] += 1
                 if event.code:
