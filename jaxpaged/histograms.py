@@ -1,10 +1,10 @@
 """Counts of values by class, and those that are made of a request's and a step's events."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from jaxpaged import events
 from jaxpaged.metric_table import REQUEST_HISTOGRAMS
@@ -92,22 +92,24 @@ class Histogram:
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds, self._counts, self._sum = np.array(bounds), np.zeros(len(bounds) + 1, np.int64), 0.0
+        self._bounds, self._counts, self._sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
         """One value."""
-        self._counts[self._bounds.searchsorted(value)] += 1
+        self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def add(self, counts: Sequence[int], total: float) -> None:
         """Values that were counted in the same classes already; those of another number of classes are of another version."""
         if len(counts) == len(self._counts):
-            self._counts += np.array(counts)
+            for index, count in enumerate(counts):
+                if count:
+                    self._counts[index] += count
             self._sum += total
 
     def spread(self) -> Spread:
         """What was counted so far."""
-        return Spread(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._sum)
+        return Spread(self._bounds, tuple(self._counts), self._sum)
 
 
 class EventHistograms:

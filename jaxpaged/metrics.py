@@ -1,7 +1,7 @@
 """Counters and gauges of one engine, from its events alone: what `get_metrics()` returns."""
 
 import threading
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -31,6 +31,21 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
 type _Labels = tuple[tuple[str, str], ...]
 
+STEP_KEYS: Final[tuple[tuple[str, _Labels], ...]] = (
+    ("jaxpaged_steps_total", ()),
+    *(("jaxpaged_step_seconds_total", (("part", part),)) for part in STEP_PARTS),
+    ("jaxpaged_computed_tokens_total", ()),
+    ("jaxpaged_padding_tokens_total", ()),
+    ("jaxpaged_prefill_tokens_total", ()),
+    ("jaxpaged_decode_tokens_total", ()),
+    ("jaxpaged_generation_tokens_total", ()),
+    ("jaxpaged_preemptions_total", ()),
+    ("jaxpaged_prefix_cache_queries_total", ()),
+    ("jaxpaged_prefix_cache_hits_total", ()),
+    ("jaxpaged_prefill_recompute_tokens_total", ()),
+)
+"""Counters that every step moves, in the order of the amounts in `EngineMetrics._take_step`."""
+
 
 class EngineMetrics:
     """A sink that adds up; reading it from any thread never waits for a step.
@@ -44,6 +59,10 @@ class EngineMetrics:
         for name, (label, values) in KNOWN_LABELS.items():
             self._counters.update({(name, ((label, value),)): 0.0 for value in values})
         self._gauges: dict[tuple[str, _Labels], float] = {}
+        self._last_step: events.StepFinished | None = None
+        self._last_load: events.StepFinished | events.LoadChanged | None = None
+        self._num_waiting: int | None = None
+        """Since the last event that told a load."""
         self._told_faults: set[str] = set()
         self._fault = ""
         self._lock = threading.Lock()
@@ -62,6 +81,7 @@ class EngineMetrics:
     def snapshot(self) -> list[Metric]:
         """All figures, counters first, each kind ordered by name."""
         with self._lock:
+            self._settle()
             counters, gauges = sorted(self._counters.items()), sorted(self._gauges.items())
         return [
             *(Metric(name=name, kind="counter", value=value, labels=dict(labels)) for (name, labels), value in counters),
@@ -86,7 +106,7 @@ class EngineMetrics:
             case events.StepFinished():
                 self._take_step(event)
             case events.LoadChanged():
-                self._take_load(event)
+                self._last_load, self._num_waiting = event, None
             case events.HealthChanged():
                 self._set("jaxpaged_engine_is_paused", event.state in ("draining", "paused", "sleeping"))
                 self._set("jaxpaged_engine_is_sleeping", event.state == "sleeping")
@@ -96,7 +116,7 @@ class EngineMetrics:
                 self._count("jaxpaged_requests_rejected_total", labels=(("reason", event.code),))
             case events.RequestQueued():
                 self._count("jaxpaged_requests_queued_total")
-                self._set("jaxpaged_num_requests_waiting", event.num_waiting)
+                self._num_waiting = event.num_waiting
             case events.RequestPreempted():
                 self._count("jaxpaged_preempted_tokens_total", event.num_computed_tokens)
             case events.RequestFinished():
@@ -123,29 +143,48 @@ class EngineMetrics:
         self._set("jaxpaged_engine_info", 1, labels)
 
     def _take_step(self, event: events.StepFinished) -> None:
-        self._count("jaxpaged_steps_total")
-        for part, seconds in zip(STEP_PARTS, event.parts_s, strict=True):
-            self._count("jaxpaged_step_seconds_total", seconds, (("part", part),))
-        self._count("jaxpaged_computed_tokens_total", event.num_tokens)
-        self._count("jaxpaged_padding_tokens_total", event.bucket_tokens - event.num_tokens)
-        self._count("jaxpaged_prefill_tokens_total", event.num_prefill_tokens)
-        self._count("jaxpaged_decode_tokens_total", event.num_decode_tokens)
-        self._count("jaxpaged_generation_tokens_total", event.num_output_tokens)
-        self._count("jaxpaged_preemptions_total", event.num_preempted)
-        self._count("jaxpaged_prefix_cache_queries_total", event.prefix_queries_tokens)
-        self._count("jaxpaged_prefix_cache_hits_total", event.prefix_hits_tokens)
-        self._count("jaxpaged_prefill_recompute_tokens_total", event.prefill_recompute_tokens)
+        amounts = (
+            1,
+            *event.parts_s,
+            event.num_tokens,
+            event.bucket_tokens - event.num_tokens,
+            event.num_prefill_tokens,
+            event.num_decode_tokens,
+            event.num_output_tokens,
+            event.num_preempted,
+            event.prefix_queries_tokens,
+            event.prefix_hits_tokens,
+            event.prefill_recompute_tokens,
+        )
+        # On the way of every step: no look at each amount unless one is wrong.
+        if min(amounts) >= 0:
+            counters = self._counters
+            for key, amount in zip(STEP_KEYS, amounts, strict=True):
+                counters[key] += amount
+        else:
+            for (name, labels), amount in zip(STEP_KEYS, amounts, strict=True):
+                self._count(name, amount, labels)
         if event.decision:
             self._count("jaxpaged_admission_decisions_total", labels=(("reason", event.admission_limit or "none"),))
-        self._set("jaxpaged_batch_sequences", event.num_seqs)
-        self._set("jaxpaged_batch_tokens", event.num_tokens)
-        self._set("jaxpaged_padding_ratio", (event.bucket_tokens - event.num_tokens) / max(1, event.bucket_tokens))
-        self._take_load(event)
+        self._last_step = self._last_load = event
+        self._num_waiting = None
 
     def _take_load(self, event: events.StepFinished | events.LoadChanged) -> None:
+        """Shows the load of the last event that told one."""
         self._set("jaxpaged_num_requests_running", event.num_running)
         self._set("jaxpaged_num_requests_waiting", event.num_waiting)
         self._set("jaxpaged_kv_cache_usage_ratio", event.num_pages_in_use / max(1, event.num_pages_total))
         num_free = event.num_pages_total - event.num_pages_in_use - event.num_pages_cached
         for state, number in zip(PAGE_STATES, (event.num_pages_in_use, event.num_pages_cached, num_free), strict=True):
             self._set("jaxpaged_kv_pages", number, (("state", state),))
+
+    def _settle(self) -> None:
+        """Gauges are made of the last event when somebody looks, and not at each step."""
+        if (step := self._last_step) is not None:
+            self._set("jaxpaged_batch_sequences", step.num_seqs)
+            self._set("jaxpaged_batch_tokens", step.num_tokens)
+            self._set("jaxpaged_padding_ratio", (step.bucket_tokens - step.num_tokens) / max(1, step.bucket_tokens))
+        if (load := self._last_load) is not None:
+            self._take_load(load)
+        if (waiting := self._num_waiting) is not None:
+            self._set("jaxpaged_num_requests_waiting", waiting)

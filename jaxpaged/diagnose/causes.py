@@ -317,9 +317,8 @@ def device_bound(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
         Evidence("step time that is the device's", 100 * share, "%", 100 * limits.device_share, *where),
         Evidence("gap between tokens, median", usual, "s", limits.gap_s, *where),
     ]
-    return Cause(
-        evidence, Change(option="parallel.tensor_parallel_size", from_value=None, to_value=2, advice="or a quantized model, or a replica")
-    )
+    # More devices for one model (parallel.tensor_parallel_size) is not served yet, so it is no advice.
+    return Cause(evidence, Change(advice="a smaller model or one of fewer bits, a faster device, or a replica beside it"))
 
 
 def too_few_requests(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
@@ -348,13 +347,14 @@ def too_few_requests(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
 
 
 def _busy_share(seen: Observation) -> float:
-    """Share of the whole time in which the engine made steps; where steps are not told, in which tokens came."""
-    seconds = seconds_of(seen.windows)
+    """Share of the time from the first work to the last in which the engine made steps; where steps are not told, in which tokens came."""
+    working = seen.working
+    seconds = working[-1].to_s - working[0].from_s if working else 0.0
     if not seconds:
         return 0.0
     if (busy := seen.total("busy_s")) is not None:
         return busy / seconds
-    return seconds_of(window for window in seen.windows if window.generated or window.steps) / seconds
+    return seconds_of(window for window in working if window.generated or window.steps) / seconds
 
 
 def _moves(window: Window) -> bool:

@@ -179,7 +179,7 @@ RULES = (
         "the device is at its limit",
         "Is `diagnose.device_share` of step time the device's, with gaps over `diagnose.gap_s` in a busy engine?",
         device_bound,
-        "a smaller or quantized model, `parallel.tensor_parallel_size`, or a replica",
+        "a smaller model or one of fewer bits, a faster device, or a replica beside it",
         "shorter steps",
     ),
     Rule(

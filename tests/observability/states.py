@@ -153,7 +153,7 @@ def busy_for_a_while(tokenizer: Tokenizer, seed: int) -> Trace:
     rng = random.Random(seed)
     world = World(tokenizer, seed, max_num_seqs=8, num_pages=46, step_s=rng.uniform(0.05, 0.07))
     world.clients(6, 90.0, (10, 14), (16, 22))
-    for _ in range(30):
+    for _ in range(140):
         world.arrive(20.0, 14, 22)
     return world.run(90.0)
 
@@ -229,12 +229,14 @@ def batch_jitter(tokenizer: Tokenizer, seed: int) -> Trace:
 
 
 def two_bursts(tokenizer: Tokenizer, seed: int) -> Trace:
+    """The same bursts, but only two of them, and an engine that is idle between."""
     rng = random.Random(seed)
-    world = steady(tokenizer, seed, 14.0, num_pages=250)
-    for at_s in (4.0, 10.0):
-        for _ in range(rng.randint(3, 5)):
-            world.arrive(at_s, 20, 30)
-    return world.run(14.0)
+    world = World(tokenizer, seed, num_pages=200, step_s=0.05)
+    for burst in range(2):
+        for _ in range(rng.randint(24, 30)):
+            world.arrive(burst * 4.5, 20, 30)
+    world.arrive(9.0, 10, 20)
+    return world.run(10.0)
 
 
 def device_bound(tokenizer: Tokenizer, seed: int) -> Trace:

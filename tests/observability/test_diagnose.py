@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxpaged import events
 from jaxpaged.config import Config, DiagnoseConfig
 from jaxpaged.diagnose.read_events import MAX_WINDOWS, observe_events
 from jaxpaged.diagnose.read_logs import read_our_log, read_vllm_log
@@ -313,6 +314,12 @@ def test_a_paused_engine_is_not_stuck() -> None:
     assert "stuck" not in found(Observation(source="x", windows=tuple(windows)))
     windows = [msgspec.structs.replace(window, is_paused=False) for window in windows]
     assert "stuck" in found(Observation(source="x", windows=tuple(windows)))
+
+
+def test_the_time_of_the_start_is_not_that_of_an_idle_engine(driven: Callable[[str], Trace]) -> None:
+    trace = driven("too_few_requests")
+    start = [events.PhaseChanged(time_s=START_S - 100 + second, phase="load", message="") for second in range(100)]
+    assert ids_of([*start, *trace])[:1] == ["too_few_requests"]
 
 
 def test_vllms_lines_as_written() -> None:
