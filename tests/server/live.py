@@ -133,6 +133,7 @@ class LiveServer:
         self._lock = threading.Lock()
         self._figures: dict[str, float] = {}
         self._forgotten: Counter[tuple[type[events.Event], str]] = Counter()
+        self._forgotten_tokens = 0
         self.door = DoorServer(service, create_app(service), read_keys(service.config), tls_context(service.config.server))  # type: ignore[arg-type]
         self.port = self.door.port
 
@@ -232,6 +233,7 @@ class LiveServer:
 
     def forget(self) -> None:
         """Right after `after_check`: keeps the counts of all events and not the events, so that what the process holds is the server's."""
+        self._forgotten_tokens = self._num_told_tokens()
         self._forgotten = self._num_logged()
         self.log.clear()
 
@@ -249,6 +251,10 @@ class LiveServer:
         labels = {events.HttpAnswered: "end", events.RequestFinished: "reason"}
         found = ((type(event), getattr(event, labels[type(event)]) if type(event) in labels else "") for event in self.log)
         return self._forgotten + Counter(found)
+
+    def _num_told_tokens(self) -> int:
+        """Tokens of all answers that have ended."""
+        return self._forgotten_tokens + sum(event.num_output_tokens for event in self.log.of(events.RequestFinished))
 
     def _settle(self) -> None:
         """Returns when the engine has taken and ended all that clients have sent."""
@@ -274,7 +280,9 @@ class LiveServer:
         if not self.engine._engine.is_dead:
             for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
                 assert figures.get(f"jaxpaged_{name}", 0) == 0, name
-        assert len(figures) < 400, "series without a bound"
+        told = self._num_told_tokens()
+        assert figures["jaxpaged_generation_tokens_total"] == told, "steps bring other tokens than requests end with"
+        assert len(figures) < 1500, "series without a bound"
         self._figures = figures
 
     def _validate(self, method: str, path: str, reply: Reply) -> None:
