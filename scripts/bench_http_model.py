@@ -3,9 +3,9 @@
     python scripts/bench_http_model.py [--streams 16] [--tokens 64] [--rounds 5] [--model smollm2-135m]
 
 Clients over HTTP are a process of their own. Printed are, of both ways, the median tokens per second, the median processor time of this
-process for a token, and the median number of the engine's steps: clients that come one after another are served in more of them. Then by how
-much the second way takes longer, more processor time, and more for each step; the last line is JSON. Rounds alternate, so that what else the
-machine does falls on both.
+process for a token, and the median number of the engine's steps: clients that come one after another are served in more of them. Then by
+how much the second way takes longer, more processor time, and more for each step; the last line is JSON. Rounds alternate, so that what
+else the machine does falls on both.
 """
 
 import argparse

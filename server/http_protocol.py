@@ -251,6 +251,7 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
             return
         if cycle is not None and cycle.more_body:
+            cycle.waiting_for_100_continue = False  # whoever waits for the body would write that it is welcome
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:

@@ -112,6 +112,17 @@ def test_what_is_refused_before_the_app_has_it(server: DoorServer, sent: bytes, 
     assert connection.seconds_to_end() < 1
 
 
+def test_a_body_that_is_refused_is_not_welcomed_afterwards(server: DoorServer, caplog: pytest.LogCaptureFixture) -> None:
+    """What came is refused before the app has begun to read it."""
+    connection = server.connect()
+    connection.send(b"POST /echo HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n")
+    assert connection.read().status == 400
+    assert connection.seconds_to_end() < 2
+    assert connection.seen == b""
+    assert server.ask("GET", "/livez").status == 200, "by then the app has looked at the first one"
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
 def test_a_header_without_an_end_is_not_kept(server: DoorServer) -> None:
     connection = server.connect()
     began_s = time.monotonic()

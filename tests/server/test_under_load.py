@@ -1,4 +1,7 @@
-"""Bad clients: who leaves or does not read is forgotten, and the others never notice. Bursts are in test_soak.py, noise in test_raw_http.py."""
+"""Bad clients: who leaves or does not read is forgotten, and the others never notice.
+
+Bursts are in test_soak.py, noise in test_raw_http.py.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -80,9 +83,10 @@ def server(shared: DoorServer, log: EventLog) -> Iterator[DoorServer]:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("when", ["at once", "while it waits", "while it runs"])
 def test_who_leaves_is_forgotten_within_a_second(server: DoorServer, is_stream: bool, when: str) -> None:
+    # Short enough that none of them has to give its pages to another one, and waits then, too.
     others = [server.connect() for _ in range(8 if when == "while it waits" else 0)]
     for other in others:
-        other.send(request_bytes("POST", PATH, completion(200)))
+        other.send(request_bytes("POST", PATH, completion(100)))
     connection = server.connect()
     connection.send(request_bytes("POST", PATH, completion(490, stream=is_stream), x_request_id="leaver"))
     if when == "while it waits":

@@ -61,6 +61,7 @@ class Vitals(NamedTuple):
     """What a process holds.
 
     Attributes:
+        num_threads: but for those of pools, which are bounded, and made as they are needed.
         heap_bytes: what malloc has given out: whatever is larger than 512 bytes, and arrays.
         num_blocks: what Python's own allocator has given out: small objects, of 512 bytes at most.
         resident_bytes: of the whole process, with what the allocators keep for later.
@@ -91,7 +92,7 @@ def vitals() -> Vitals:
     malloc = libc.mallinfo2()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Vitals(
-        threading.active_count(),
+        sum(not thread.name.startswith(("asyncio_", "jaxpaged-tokenizer")) for thread in threading.enumerate()),
         len(os.listdir("/proc/self/fd")),
         malloc.uordblks + malloc.hblkhd,
         sys.getallocatedblocks(),
