@@ -48,6 +48,7 @@ class Wide:
         self.oracle = Oracle(self.started.engine.runner, max_tokens=MAX_MODEL_LEN)  # type: ignore[arg-type]
         self.canary = self.bench().canary
         self.ties: list[Tie] = []
+        self.places: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.num_compared = 0
         self.num_rows: set[int] = set()
 
@@ -103,7 +104,12 @@ class Wide:
                 self.ties.append(Tie(what, request.request_id, index, margin))
                 return
             if one.logprobs is not None and other.logprobs is not None:
+                num_ties = len(self.ties)
                 self._compare_logprobs(f"{what}, token {index}", request, one.logprobs[index], other.logprobs[index])
+                # Two ids that changed places are one tie, and so they are in every greedy answer to the same prompt.
+                place = (tuple(request.prompt_token_ids), tuple(one.token_ids[:index]))
+                del self.ties[num_ties + (place not in self.places) :]
+                self.places.add(place)
         assert (one.logprobs is None) == (other.logprobs is None) == (request.params.logprobs is None)
         if not early:
             assert other.token_ids == one.token_ids, what
