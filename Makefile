@@ -45,7 +45,7 @@ lint: setup-dev ## ruff, ruff format, mypy, and a syntax check of the scripts
 test-kernels: setup-dev ## the large kernel tests: more cases, the GPU interpreter
 	$(PYTEST) $(IN_PARALLEL) --tier kernels
 
-test-system: setup-dev ## the tests that start whole processes
+test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus)
 	$(PYTEST) --tier system
 
 test-min-jax: ## contract, interpreter and batch = alone on the oldest jax we support, in .venv-min-jax

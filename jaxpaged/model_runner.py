@@ -96,15 +96,15 @@ class ModelRunner:
         Raises:
             MemoryBudgetError: the pool does not fit.
         """
-        self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
-        self._model, self._embed = model, model.config.embed
+        self.limits, self.page_size, self.vocab = limits, cache.page_size, model.facts.vocab
+        self._model, self._embed = model, model.facts.embed
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
-        self.cache_shape = cache_shape(model.config, cache)
+        self.cache_shape = cache_shape(model.facts, cache)
         self._step = StepProgram(
             model, self.cache_shape, num_ids=num_ids, logprobs_mode=logprobs_mode, traced=traced or TracedPrograms(None)
         )
-        self.kv_groups = lay_out(model.config.windows).groups
+        self.kv_groups = lay_out(model.facts.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
         device = device_memory(jax.devices()[0])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)

@@ -23,10 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -38,6 +36,7 @@ from jaxpaged.intake import Intake
 from jaxpaged.kv_groups import FULL
 from jaxpaged.loading.model_config import settle
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_structure import make_structure
 from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
 from jaxpaged.settings import StepLimits, decide_limits
@@ -116,9 +115,8 @@ def tiny_runner(limits: StepLimits, tokenizer: Tokenizer) -> ModelRunner:
         "tie_word_embeddings": True,
     }
     config = llama.Config.from_hf(settle(hf, "the benchmark"), np.dtype(np.float32), limits.max_model_len)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
-    leaves, treedef = jax.tree.flatten(state)
-    model = LoadedModel(llama, config, graphdef, treedef, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
+    structure = make_structure(llama, config)
+    model = LoadedModel.of(structure, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in structure.expected.values()))
     return ModelRunner(model, limits=limits, cache=CacheConfig(memory=512 * MIB), num_ids=tokenizer.vocab_size, max_parallel=2)
 
 

@@ -13,15 +13,14 @@ import json
 import statistics
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
 from jaxpaged.loading.model_config import settle
 from jaxpaged.model_loader import DTYPES
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_structure import make_structure
 from jaxpaged.models import llama
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
@@ -50,11 +49,12 @@ CONTEXT = 2048
 def random_model(dtype: str) -> LoadedModel:
     """SmolLM2-135M's architecture with random weights."""
     config = llama.Config.from_hf(settle(SMOLLM2, "the benchmark"), DTYPES[dtype], CONTEXT)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
-    leaves, treedef = jax.tree.flatten(state)
+    structure = make_structure(llama, config)
     rng = np.random.default_rng(0)
-    params = tuple(jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in leaves)
-    return LoadedModel(llama, config, graphdef, treedef, params)
+    params = tuple(
+        jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in structure.expected.values()
+    )
+    return LoadedModel.of(structure, params)
 
 
 def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) -> ModelRunner:
@@ -65,7 +65,7 @@ def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) 
         compilation=CompilationConfig(token_buckets=tuple(sorted({*buckets, budget}))),
     )
     limits = decide_limits(config, is_gpu=False, model_max_len=CONTEXT)
-    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.config.vocab, max_parallel=2)
+    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.facts.vocab, max_parallel=2)
 
 
 def rows_of(spans: list[tuple[int, int]], page_size: int) -> list[ScheduledRow]:

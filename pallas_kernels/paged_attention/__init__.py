@@ -4,10 +4,12 @@ Sequence s owns the query rows `cu_q_lens[s] : cu_q_lens[s + 1]` of `q`; they ar
 position `kv_lens[s] - q_len + i` and sees every earlier position and itself. Token t of the sequence lies in page
 `page_tables[s, t // page_size]` at offset `t % page_size`; its key and value must already be written.
 
+* Without `is_causal` a row sees all of its sequence, its later positions too.
 * Rows from `cu_q_lens[-1]` on are padding and come out exactly 0.
 * A padding sequence repeats `cu_q_lens` and has `kv_len` 0; whatever its page table holds is never looked at.
 * Memory that no sequence owns (other pages, and the rest of a last page) may hold anything, NaN included.
 * With a window, page table entries for pages that no query row sees may name any page: they may have been given to others.
+* With sinks, each head has one more logit beside those of the positions, with no value behind it: it takes its share of the softmax.
 * The result of a row depends on its own sequence only.
 """
 
@@ -31,6 +33,8 @@ def _common_refusals(
     layer: Any = None,
     group: Any = None,
     sliding_window: Any = None,
+    sinks: Any = None,
+    is_causal: bool = True,
     **__: Any,
 ) -> list[str]:
     refusals = []
@@ -46,6 +50,10 @@ def _common_refusals(
         refusals.append(f"head_dim of q {q.shape[2]} and of the pages {k_pages.shape[-1]} differ")
     if isinstance(sliding_window, int) and sliding_window < 1:
         refusals.append(f"sliding_window must be at least 1, got {sliding_window}")
+    if not is_causal and sliding_window is not None:
+        refusals.append("a sliding window looks back, and rows that see everything have none")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        refusals.append(f"sinks of shape {sinks.shape} for {q.shape[1]} heads")
     return refusals
 
 
@@ -72,9 +80,11 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    is_causal: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Causal attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
+    """Attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
 
     Args:
         q: queries of all sequences, one after another, rotary embedding applied.
@@ -89,6 +99,8 @@ def paged_attention(
         sliding_window: a row sees itself and at most this many minus one positions before it; an array when it differs from layer
             to layer, `NO_WINDOW` for those that see everything.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` before masking.
+        sinks: a finite logit for each head that takes part in the softmax and gives nothing; neither scaled nor capped.
+        is_causal: whether a row sees its own position and those before it, or all.
         implementation: "reference" or "xla"; None takes the best for the device.
 
     Returns:
@@ -98,5 +110,13 @@ def paged_attention(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (q, k_pages, v_pages, page_tables, kv_lens, cu_q_lens)
-    options = {"layer": layer, "group": group, "scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options = {
+        "layer": layer,
+        "group": group,
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "is_causal": is_causal,
+    }
     return choose(OP, implementation, args, options).run(*args, **options)

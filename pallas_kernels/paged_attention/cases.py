@@ -16,6 +16,8 @@ class Case(NamedTuple):
     page_size: int
     sliding_window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
+    is_causal: bool = True
     num_padding_tokens: int = 0
     num_padding_seqs: int = 0
     tags: tuple[str, ...] = ("ci",)
@@ -40,6 +42,9 @@ CASES = (
     Case("window_over_chunks", ((150, 400), (1, 500)), 4, 1, 16, 16, sliding_window=130),
     Case("window_far_apart", ((1, 700), (1, 33), (1, 1), (70, 900), (1, 256), (3, 3)), 4, 2, 16, 8, sliding_window=32),
     Case("soft_cap", ((1, 77), (33, 90)), 4, 2, 32, 16, soft_cap=5.0),
+    Case("sinks", ((1, 7), (1, 131), (33, 90), (2, 2), (5, 5)), 6, 2, 16, 8, has_sinks=True, num_padding_tokens=3, num_padding_seqs=2),
+    Case("sinks_window", ((1, 300), (1, 1), (70, 200)), 3, 3, 16, 8, sliding_window=32, has_sinks=True, num_padding_tokens=2),
+    Case("bidirectional", ((67, 67), (1, 1), (2, 2), (130, 130)), 4, 2, 16, 8, is_causal=False, num_padding_tokens=2, num_padding_seqs=1),
     Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
     Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_decode_32_ctx2k", tuple((1, 2000 + i) for i in range(32)), 9, 3, 64, 16, tags=("bench",)),
@@ -81,6 +86,8 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
     # Padding rows may hold anything as well.
     q[sum(q_lens) :] = np.nan
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    # As large as the largest logits, so that they take a share that shows.
+    sinks = {"sinks": (1 + rng.standard_normal(case.heads)).astype(dtype)} if case.has_sinks else {}
     return {
         "q": q.astype(dtype),
         "k_pages": k_pages.astype(dtype),
@@ -88,9 +95,11 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
         "page_tables": page_tables,
         "kv_lens": np.array(kv_lens, np.int32),
         "cu_q_lens": cu_q_lens,
+        **sinks,
     }
 
 
 def options(case: Case) -> dict[str, float | int | None]:
     """Keyword arguments of a case."""
-    return {"scale": case.head_dim**-0.5, "sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    named: dict[str, float | int | None] = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    return {"scale": case.head_dim**-0.5, "is_causal": case.is_causal, **named}

@@ -18,6 +18,8 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None,
+    is_causal: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`, in tokens x max_pages x page_size memory."""
     if layer is not None:
@@ -31,7 +33,7 @@ def paged_attention(
     seq = jnp.searchsorted(cu_q_lens, token, side="right") - 1  # the last sequence that begins at or before this row
     is_live = token < cu_q_lens[-1]
     seq = jnp.where(is_live, seq, 0)
-    position = kv_lens[seq] - cu_q_lens[seq + 1] + token
+    position = kv_lens[seq] - cu_q_lens[seq + 1] + token if is_causal else kv_lens[seq] - 1
 
     def history(pages: Array) -> Array:  # -> [tokens, kv_heads, max_pages * page_size, head_dim]
         own = jnp.moveaxis(pages[page_tables[seq]], 2, 1)
@@ -47,7 +49,12 @@ def paged_attention(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
-    weights = jax.nn.softmax(logits, axis=-1, where=visible[:, None, None])
+    takes_part = jnp.broadcast_to(visible[:, None, None], logits.shape)
+    if sinks is not None:
+        of_row = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1), (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, of_row], axis=-1)
+        takes_part = jnp.concatenate([takes_part, jnp.ones_like(of_row, bool)], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1, where=takes_part)[..., : keys.shape[2]]
     # What is not visible may be NaN, and 0 * NaN is NaN: the values are masked as well as the logits.
     values = jnp.where(visible[:, None, :, None], values, 0)
     weights = jnp.where(visible[:, None, None], weights, 0)
