@@ -49,6 +49,7 @@ class Wide:
         self.canary = self.bench().canary
         self.ties: list[Tie] = []
         self.places: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        """Prompts and what was answered so far, where log-probabilities tied."""
         self.num_compared = 0
         self.num_rows: set[int] = set()
 
@@ -108,8 +109,9 @@ class Wide:
                 self._compare_logprobs(f"{what}, token {index}", request, one.logprobs[index], other.logprobs[index])
                 # Two ids that changed places are one tie, and so they are in every greedy answer to the same prompt.
                 place = (tuple(request.prompt_token_ids), tuple(one.token_ids[:index]))
-                del self.ties[num_ties + (place not in self.places) :]
-                self.places.add(place)
+                if len(self.ties) > num_ties:
+                    del self.ties[num_ties + (place not in self.places) :]
+                    self.places.add(place)
         assert (one.logprobs is None) == (other.logprobs is None) == (request.params.logprobs is None)
         if not early:
             assert other.token_ids == one.token_ids, what
