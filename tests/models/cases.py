@@ -7,7 +7,7 @@ imports neither jax nor torch: the tests and the golden script both read it.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,8 @@ class Case(NamedTuple):
         options: what this checkpoint is; its vocabulary is `options["vocab_size"]`.
         positions: where golden logits are kept, ascending; the prompt ends with the last.
         buckets: token buckets of the shared suite: for single tokens, for chunks, for the whole prompt. A program for each that differs.
-        is_long: whether the shared suite runs on it in the long tier, and its logits alone are compared in every run.
+        runs: of a family, "always": the shared suite in every run; "logits": its logits in every run, the suite in the long tier; "long":
+            all of it in the long tier. Of a variant: "always" or "long".
     """
 
     name: str
@@ -36,7 +37,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any]
     positions: tuple[int, ...]
     buckets: tuple[int, int, int] = (128, 128, 128)
-    is_long: bool = False
+    runs: Literal["always", "logits", "long"] = "always"
 
     @property
     def token_ids(self) -> list[int]:
@@ -151,24 +152,24 @@ FAMILY_CASES = (
         "MixtralForCausalLM",
         {"sliding_window": _WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 29},
         experts="mixtral",
-    ),
+    )._replace(runs="long"),
     # Shares are not made to add up to 1; a shared expert goes beside the chosen ones.
     _family(
         "Qwen2MoeForCausalLM",
         {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 17},
         qkv_bias=True,
         experts="qwen",
-    )._replace(is_long=True),
+    )._replace(runs="logits"),
     _family(
         "Qwen3MoeForCausalLM",
         {"model_type": "qwen3_moe", **_EXPERTS, "norm_topk_prob": True, "hidden_size": 66, "head_dim": 14},
         qk_norm="head",
         experts="qwen",
-    )._replace(is_long=True),
+    )._replace(runs="long"),
     # The limit clamps some of what its experts compute; positions go past the window and past the length before scaling.
     _family("GptOssForCausalLM", _GPT_OSS, **_OF_GPT_OSS),
     # Up to the length that it was trained for; what is behind, test_qwen.py compares with numpy.
-    Case("qwen", "QWenLMHeadModel", write_tiny_qwen, {"vocab_size": _VOCAB}, _POSITIONS, is_long=True),
+    Case("qwen", "QWenLMHeadModel", write_tiny_qwen, {"vocab_size": _VOCAB}, _POSITIONS, runs="logits"),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )
@@ -224,7 +225,9 @@ VARIANT_CASES = (
         norm_mean=0.0,
         qk_norm="head",
     ),
-    _family("GptOssForCausalLM", {**_GPT_OSS, "hidden_size": 96, "intermediate_size": 64}, "gptoss-mxfp4", mxfp4=True, **_OF_GPT_OSS),
+    _family(
+        "GptOssForCausalLM", {**_GPT_OSS, "hidden_size": 96, "intermediate_size": 64}, "gptoss-mxfp4", mxfp4=True, **_OF_GPT_OSS
+    )._replace(runs="long"),
     _llama("llama-bfloat16", dtype="bfloat16"),
     _llama("llama-float16", dtype="float16"),
 )

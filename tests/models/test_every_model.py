@@ -42,8 +42,11 @@ class Made(NamedTuple):
 
 
 LONG = pytest.mark.tier("long", area="models")
-FAMILIES = [pytest.param(case, id=case.name, marks=[LONG] if case.is_long else []) for case in FAMILY_CASES]
-COMPARED_ALONE = [*VARIANT_CASES, *(case for case in FAMILY_CASES if case.is_long)]
+FAMILIES = [pytest.param(case, id=case.name, marks=[] if case.runs == "always" else [LONG]) for case in FAMILY_CASES]
+COMPARED_ALONE = [
+    *(pytest.param(case, id=case.name, marks=[] if case.runs == "always" else [LONG]) for case in VARIANT_CASES),
+    *(pytest.param(case, id=case.name) for case in FAMILY_CASES if case.runs == "logits"),
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -79,7 +82,7 @@ def test_logits_equal_golden(made: Made) -> None:
     assert largest_difference(made.whole[list(made.case.positions)], golden_logits(made.case)) < ATOL
 
 
-@pytest.mark.parametrize("case", COMPARED_ALONE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMPARED_ALONE)
 def test_logits_of_variants_equal_golden(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path, **case.options)
     model = PagedModel(load(tmp_path), context=max(case.positions[-1] + 1 for case in VARIANT_CASES))

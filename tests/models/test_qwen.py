@@ -32,8 +32,10 @@ def no_biases(folder: Path, config: dict[str, Any]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("config", "max_model_len", "alpha", "log_n"),
-    [({}, "auto", 7, True), ({"use_logn_attn": False}, 40, 3, False)],
-    ids=["both", "ntk alone, for a shorter text"],
+    [
+        pytest.param({}, "auto", 7, True, id="both"),
+        pytest.param({"use_logn_attn": False}, 40, 3, False, id="ntk-alone", marks=pytest.mark.tier("long", area="models")),
+    ],
 )
 def test_long_texts_turn_by_another_base_and_queries_grow(
     config: dict[str, Any], max_model_len: Any, alpha: int, log_n: bool, tmp_path: Path
