@@ -137,6 +137,9 @@ def uniform(seed: UInt32[Array, "rows 2"], position: Int32[Array, "rows"]) -> Fl
 def _pick(weights: Float[Array, "rows vocab"], draw: Float[Array, "rows"]) -> Int32[Array, "rows"]:
     """The first id whose running sum passes `draw` of the total: first the block, then the place in it."""
     num_rows, vocab = weights.shape
+    if vocab <= CDF_BLOCK:
+        ends = jnp.cumsum(weights, axis=-1)
+        return _place(weights, ends, draw * ends[:, -1])
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % CDF_BLOCK))).reshape(num_rows, -1, CDF_BLOCK)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
@@ -151,7 +154,10 @@ def _pick(weights: Float[Array, "rows vocab"], draw: Float[Array, "rows"]) -> In
     row = jnp.arange(num_rows)
     rest = jnp.maximum(target - (ends[row, block] - sums[row, block]), 0)  # below 0 the first id would come out, weight or not
     own = blocks[row, block]
-    within = jnp.sum(jnp.cumsum(own, axis=-1) <= rest[:, None], axis=-1)
-    # Sums in another order differ in the last bit: never run past the last id that has weight.
-    last = CDF_BLOCK - 1 - jnp.argmax(own[:, ::-1] > 0, axis=-1)
-    return (block * CDF_BLOCK + jnp.minimum(within, last)).astype(jnp.int32)
+    return (block * CDF_BLOCK).astype(jnp.int32) + _place(own, jnp.cumsum(own, axis=-1), rest)
+
+
+def _place(weights: Array, ends: Array, rest: Float[Array, "rows"]) -> Int32[Array, "rows"]:
+    """The first place whose running sum passes `rest`; as sums in another order differ in the last bit, never one past all weight."""
+    last = weights.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+    return jnp.minimum(jnp.sum(ends <= rest[:, None], axis=-1), last).astype(jnp.int32)

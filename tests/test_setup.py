@@ -239,7 +239,7 @@ def test_one_wheel_holds_the_three_packages_and_the_configs(wheel: Path) -> None
     assert "jaxpaged/configs/models/smollm2-135m.yaml" in wanted
     assert wanted <= held
     assert {name.split("/")[0] for name in held} == set(packages)
-    assert entry_points.split("\n")[:2] == ["[console_scripts]", f"jaxpaged = {PROJECT["scripts"]["jaxpaged"]}"]
+    assert entry_points.split("\n")[:2] == ["[console_scripts]", f"jaxpaged = {PROJECT['scripts']['jaxpaged']}"]
     assert len(licenses) == 1
 
 

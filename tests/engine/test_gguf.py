@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def start(path: Path, programs: Path) -> LLM:
-    return LLM(config=tiny_config(path, programs=programs, token_buckets=(64,), max_num_seqs=2), sinks=[])
+    return LLM(config=tiny_config(path, programs=programs, token_buckets=(16,), max_num_batched_tokens=16), sinks=[])
 
 
 def test_o54_a_gguf_file_answers_as_the_folder_and_refuses_chat_without_a_template(tmp_path: Path, programs: Path) -> None:

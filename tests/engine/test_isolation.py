@@ -35,13 +35,13 @@ def llm(tiny_folder: Path, programs: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize(("value", "max_in_flight"), [(np.nan, 1), (np.inf, 2)])
 def test_pages_that_a_nan_has_spoiled_are_never_found_by_others(tmp_path: Path, programs: Path, value: float, max_in_flight: int) -> None:
-    """The NaN comes in the first chunk of a prompt, is seen with its last, and would reach earlier positions of its step."""
+    """The NaN comes amid a chunk of a prompt, is seen with its last, and would reach earlier positions of its step."""
     tensors = write_tiny_llama(tmp_path)
     embedding = tensors["model.embed_tokens.weight"].copy()
     embedding[BAD_ID] = value
     head = tiny_weights()["lm_head.weight"]
     save_safetensors(tmp_path / "model.safetensors", tensors | {"model.embed_tokens.weight": embedding, "lm_head.weight": head})
-    engine, intake = start_tiny(tmp_path, programs=programs)
+    engine, intake = start_tiny(tmp_path, programs=programs, token_buckets=(16,), max_num_batched_tokens=16)
     bench = Bench(engine.runner, intake.tokenizer, max_in_flight=max_in_flight)
     system = [10 + index % 200 for index in range(40)]
     expected = bench.ask([*system, 7, 8, 9], max_tokens=4, ignore_eos=True).outputs[0].token_ids
