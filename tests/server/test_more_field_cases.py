@@ -128,7 +128,8 @@ def test_a_tokenizer_that_raises(chat_tokenizer: Tokenizer, monkeypatch: pytest.
     """F7."""
     with live_server(chat_tokenizer) as server:
         with monkeypatch.context() as patch:
-            patch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
+            for name in ("encode", "encode_chat"):
+                patch.setattr(Tokenizer, name, lambda *_, **__: 1 / 0)
             for is_streamed in (False, True):
                 for reply in (server.complete("x", stream=is_streamed), server.chat("x", stream=is_streamed)):
                     assert (reply.status, reply.error["code"]) == (500, "request_failed")
