@@ -16,7 +16,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import mosaic_gpu, reference, xla
 
 NO_WINDOW = 2**31 - 1
 """A window that no sequence fills."""
@@ -31,6 +31,7 @@ def _common_refusals(
     layer: Any = None,
     group: Any = None,
     sliding_window: Any = None,
+    sinks: Any = None,
     **__: Any,
 ) -> list[str]:
     refusals = []
@@ -46,7 +47,14 @@ def _common_refusals(
         refusals.append(f"head_dim of q {q.shape[2]} and of the pages {k_pages.shape[-1]} differ")
     if isinstance(sliding_window, int) and sliding_window < 1:
         refusals.append(f"sliding_window must be at least 1, got {sliding_window}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        refusals.append(f"sinks {sinks.shape} is not one number a query head, of which there are {q.shape[1]}")
     return refusals
+
+
+def _mosaic_gpu_refusals(q: Any, k_pages: Any, *args: Any, **options: Any) -> list[str]:
+    # Its own words only for operands that make sense at all.
+    return _common_refusals(q, k_pages, *args, **options) or mosaic_gpu.refusals(q, k_pages)
 
 
 OP = Op(
@@ -54,8 +62,9 @@ OP = Op(
     implementations={
         "reference": Implementation("reference", reference.paged_attention, _common_refusals),
         "xla": Implementation("xla", xla.paged_attention, _common_refusals),
+        "mosaic_gpu": Implementation("mosaic_gpu", mosaic_gpu.paged_attention, _mosaic_gpu_refusals),
     },
-    preference={"default": ("xla",)},
+    preference={"default": ("xla",), "gpu": ("mosaic_gpu", "xla")},
 )
 
 
@@ -72,6 +81,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
@@ -89,7 +101,10 @@ def paged_attention(
         sliding_window: a row sees itself and at most this many minus one positions before it; an array when it differs from layer
             to layer, `NO_WINDOW` for those that see everything.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` before masking.
-        implementation: "reference" or "xla"; None takes the best for the device.
+        sinks: for each query head a logit that every row sees beside the keys, as it is, and that has no value.
+        k_scale: what is stored in `k_pages` stands for `k_scale` times it.
+        v_scale: likewise for `v_pages`.
+        implementation: "reference", "xla" or "mosaic_gpu"; None takes the best for the device.
 
     Returns:
         The attended values, in q's dtype.
@@ -98,5 +113,14 @@ def paged_attention(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (q, k_pages, v_pages, page_tables, kv_lens, cu_q_lens)
-    options = {"layer": layer, "group": group, "scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options = {
+        "layer": layer,
+        "group": group,
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     return choose(OP, implementation, args, options).run(*args, **options)

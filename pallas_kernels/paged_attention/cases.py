@@ -6,7 +6,8 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """`spans` holds one (query rows, tokens in the pool) a sequence; `tags` say where the case runs: ci, bench."""
+    """`spans` holds one (query rows, tokens in the pool) a sequence; `tags` say where the case runs: ci, bench, or
+    gpu for what Mosaic GPU kernels take (gpu_first: of these the ones that every test run looks at)."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
@@ -19,6 +20,11 @@ class Case(NamedTuple):
     num_padding_tokens: int = 0
     num_padding_seqs: int = 0
     tags: tuple[str, ...] = ("ci",)
+    has_sinks: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    dtype: str = "float32"
+    page_dtype: str | None = None
 
 
 CASES = (
@@ -40,7 +46,68 @@ CASES = (
     Case("window_over_chunks", ((150, 400), (1, 500)), 4, 1, 16, 16, sliding_window=130),
     Case("window_far_apart", ((1, 700), (1, 33), (1, 1), (70, 900), (1, 256), (3, 3)), 4, 2, 16, 8, sliding_window=32),
     Case("soft_cap", ((1, 77), (33, 90)), 4, 2, 32, 16, soft_cap=5.0),
+    Case("sinks", ((1, 77), (33, 90), (2, 2)), 6, 2, 32, 16, num_padding_tokens=2, num_padding_seqs=1, has_sinks=True),
+    Case("sinks_window_cap", ((1, 300), (40, 70), (1, 5)), 4, 4, 16, 8, sliding_window=20, soft_cap=3.0, has_sinks=True),
+    Case("scales", ((1, 77), (9, 90)), 4, 2, 32, 16, k_scale=0.5, v_scale=3.0),
     Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
+    Case(
+        "gpu_ragged",
+        ((1, 1), (1, 129), (3, 5), (1, 64), (1, 65)),
+        6,
+        2,
+        64,
+        16,
+        num_padding_tokens=2,
+        num_padding_seqs=1,
+        tags=("gpu", "gpu_first"),
+        dtype="bfloat16",
+    ),
+    Case(
+        "gpu_window_cap_sinks",
+        ((1, 1), (1, 70), (1, 71), (1, 137), (1, 300)),
+        3,
+        1,
+        64,
+        8,
+        sliding_window=70,
+        soft_cap=5.0,
+        has_sinks=True,
+        tags=("gpu", "gpu_first"),
+        dtype="float16",
+    ),
+    Case(
+        "gpu_fp8",
+        ((1, 63), (1, 150)),
+        4,
+        2,
+        64,
+        32,
+        k_scale=0.5,
+        v_scale=2.0,
+        tags=("gpu", "gpu_first"),
+        dtype="bfloat16",
+        page_dtype="float8_e4m3fn",
+    ),
+    Case("gpu_multi_head_page_64", ((1, 64), (1, 191)), 3, 3, 64, 64, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_page_128", ((1, 128), (1, 129), (1, 60)), 8, 1, 128, 128, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_page_128_window", ((1, 400), (1, 129)), 8, 1, 128, 128, sliding_window=100, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_head_dim_96", ((1, 200), (1, 33)), 4, 2, 96, 16, tags=("gpu",), dtype="float16"),
+    Case("gpu_head_dim_256", ((1, 300), (1, 3)), 4, 1, 256, 16, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_64_heads_share", ((1, 100),), 64, 1, 64, 32, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_long_splits", ((1, 1500), (1, 2)), 8, 1, 64, 32, has_sinks=True, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_fp8_head_dim_256", ((1, 140), (1, 1)), 2, 1, 256, 64, tags=("gpu",), dtype="bfloat16", page_dtype="float8_e4m3fn"),
+    Case(
+        "gpu_fp8_head_dim_96_window",
+        ((1, 140), (1, 9)),
+        2,
+        1,
+        96,
+        8,
+        sliding_window=11,
+        tags=("gpu",),
+        dtype="float16",
+        page_dtype="float8_e4m3fn",
+    ),
     Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_decode_32_ctx2k", tuple((1, 2000 + i) for i in range(32)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_prefill_512", ((512, 512),), 9, 3, 64, 16, tags=("bench",)),
@@ -49,10 +116,11 @@ CASES = (
 )
 
 
-def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+def make(case: Case, seed: int = 0, dtype: str | None = None) -> dict[str, np.ndarray]:
     """Operands of a case: pages in shuffled order, and NaN wherever no sequence owns the memory (page 0, spare pages, rests).
 
-    Pages behind the window of a sequence's rows have been given back: their entries are 0.
+    Pages behind the window of a sequence's rows have been given back: their entries are 0. With `dtype`, everything is of that type
+    instead of the case's own.
     """
     rng = np.random.default_rng(seed)
     q_lens = [q for q, _ in case.spans] + [0] * case.num_padding_seqs
@@ -81,16 +149,26 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
     # Padding rows may hold anything as well.
     q[sum(q_lens) :] = np.nan
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
-    return {
-        "q": q.astype(dtype),
-        "k_pages": k_pages.astype(dtype),
-        "v_pages": v_pages.astype(dtype),
+    q_dtype, page_dtype = dtype or case.dtype, dtype or case.page_dtype or case.dtype
+    operands = {
+        "q": q.astype(q_dtype),
+        "k_pages": k_pages.astype(page_dtype),
+        "v_pages": v_pages.astype(page_dtype),
         "page_tables": page_tables,
         "kv_lens": np.array(kv_lens, np.int32),
         "cu_q_lens": cu_q_lens,
     }
+    if case.has_sinks:
+        operands["sinks"] = rng.standard_normal(case.heads).astype(np.float32)
+    return operands
 
 
 def options(case: Case) -> dict[str, float | int | None]:
     """Keyword arguments of a case."""
-    return {"scale": case.head_dim**-0.5, "sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    return {
+        "scale": case.head_dim**-0.5,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
+    }

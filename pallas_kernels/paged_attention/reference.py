@@ -18,6 +18,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None = None,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`, in tokens x max_pages x page_size memory."""
     if layer is not None:
@@ -37,7 +40,7 @@ def paged_attention(
         own = jnp.moveaxis(pages[page_tables[seq]], 2, 1)
         return own.reshape(num_tokens, num_kv_heads, -1, head_dim).astype(jnp.float32)
 
-    keys, values = history(k_pages), history(v_pages)
+    keys, values = history(k_pages) * k_scale, history(v_pages) * v_scale
     kv_position = jnp.arange(keys.shape[2])
     visible = (kv_position <= position[:, None]) & is_live[:, None]
     if sliding_window is not None:
@@ -47,10 +50,18 @@ def paged_attention(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
-    weights = jax.nn.softmax(logits, axis=-1, where=visible[:, None, None])
+    peak = logits.max(-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1)
+        peak = jnp.maximum(peak, sink)
+    peak = jnp.where(peak == -jnp.inf, 0, peak)
+    weights = jnp.exp(logits - peak)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sink - peak)
+    weights = weights / jnp.where(total == 0, 1, total)
     # What is not visible may be NaN, and 0 * NaN is NaN: the values are masked as well as the logits.
     values = jnp.where(visible[:, None, :, None], values, 0)
-    weights = jnp.where(visible[:, None, None], weights, 0)
     out = jnp.einsum("tkgp,tkpd->tkgd", weights, values, precision=jax.lax.Precision.HIGHEST)
     out = jnp.where(is_live[:, None, None], out.reshape(q.shape), 0)
     return out.astype(q.dtype)

@@ -34,10 +34,12 @@ class _Pool(NamedTuple):
     layer: int | Int32[Array, ""]
     group: int | Int32[Array, ""]
     pages_per_chunk: int
-    scale: float
+    scale: float | Float[Array, ""]
     sliding_window: int | Int32[Array, ""] | None
     soft_cap: float | None
     precision: lax.Precision | None
+    sinks: Float[Array, "kv_heads heads"] | None
+    v_scale: float | Float[Array, ""]
 
 
 def paged_attention(
@@ -53,6 +55,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
+    sinks: Float[Array, "heads"] | None = None,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`."""
     if layer is None:
@@ -64,13 +69,27 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     pages_per_chunk = max(1, min(CHUNK_TOKENS // page_size, page_tables.shape[2]))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # never TF32
-    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, precision)
-
     # A one-row low-precision dot is pathologically slow in XLA's CPU backend (about 200 ms a step), so a lone head gets a twin.
     # The rows of a block are laid out beside the query heads that share a KV head: [.., kv_heads, rows * heads, head_dim].
     twin = 2 if heads_per_kv_head == 1 and q.dtype != jnp.float32 else 1
     heads_first = q.reshape(num_tokens, num_kv_heads, heads_per_kv_head, head_dim)
     heads_first = jnp.repeat(heads_first, twin, axis=2) if twin > 1 else heads_first
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, heads_per_kv_head), twin, axis=1)
+    pool = _Pool(
+        k_pages,
+        v_pages,
+        page_tables,
+        layer,
+        group,
+        pages_per_chunk,
+        scale * k_scale,
+        sliding_window,
+        soft_cap,
+        precision,
+        sinks,
+        v_scale,
+    )
     block_rows = min(PREFILL_BLOCK_ROWS, num_tokens)
     # Rows past the end, so that a block at the end of the batch is never clamped back onto earlier rows.
     heads_first = jnp.pad(heads_first, ((0, block_rows), (0, 0), (0, 0), (0, 0)))
@@ -181,7 +200,12 @@ def _attend(
         return _Walk(peak, walk.total * decay + weights.sum(-1), walk.values * decay[..., None] + summed)
 
     shape = queries.shape[:-1]
-    start = _Walk(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    peak, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+    if pool.sinks is not None:
+        # A sink is a logit that every row sees, without a value.
+        peak = jnp.broadcast_to(jnp.tile(pool.sinks, (1, shape[-1] // pool.sinks.shape[1])), shape)
+        total = jnp.exp(peak - jnp.where(peak == -jnp.inf, 0, peak))
+    start = _Walk(peak, total, jnp.zeros((*shape, head_dim)))
     num_chunks = jnp.max(-(-lens // chunk) - first_chunk)
     end = lax.fori_loop(0, num_chunks, step, start)
-    return end.values / jnp.where(end.total == 0, 1, end.total)[..., None]
+    return end.values * (pool.v_scale / jnp.where(end.total == 0, 1, end.total)[..., None])
