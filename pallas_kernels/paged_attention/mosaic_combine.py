@@ -39,7 +39,7 @@ def combine(
     num_rows, head_dim = parts.shape[1:]
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
-    def kernel(parts_ref: Any, lses_ref: Any, pairs_ref: Any, scale_ref: Any, *rest: Any) -> None:
+    def combine_parts(parts_ref: Any, lses_ref: Any, pairs_ref: Any, scale_ref: Any, *rest: Any) -> None:
         sinks_ref, (out, o_smem, lse_smem, out_smem, full) = (rest[0], rest[1:]) if has_sinks else (None, rest)
         pair = lax.axis_index("pair")
         first, count = pairs_ref[pair, 0], pairs_ref[pair, 1]
@@ -81,7 +81,7 @@ def combine(
 
     num_pairs = pairs.shape[0]
     run = plgpu.kernel(
-        kernel,
+        combine_parts,
         out_type=jax.ShapeDtypeStruct((num_pairs, num_rows, head_dim), dtype),
         grid=(num_pairs,),
         grid_names=("pair",),

@@ -69,6 +69,11 @@ def num_stages(head_dim: int, q_dtype: Any, page_dtype: Any) -> int:
     return min((SMEM_BYTES - other_bytes) // stage_bytes, KV_BYTES // stage_bytes, MAX_STAGES)
 
 
+def in_flight_bytes(head_dim: int, q_dtype: Any, page_dtype: Any) -> int:
+    """Bytes of keys and values that a CTA can have asked for and not yet used."""
+    return num_stages(head_dim, q_dtype, page_dtype) * 2 * BLOCK_TOKENS * head_dim * jnp.dtype(page_dtype).itemsize
+
+
 class _Segment(NamedTuple):
     """What a CTA does of one pair: blocks `low` to `high` of the pair's, the first of them block `first_block` of the sequence."""
 
@@ -282,7 +287,7 @@ def attend_parts(
     num_parts = q.shape[0] + shape.num_ctas
     units_per_block = BLOCK_TOKENS // shape.unit
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, tables: Any, seqs: Any, ctas: Any, row: Any, scale_ref: Any, *refs: Any) -> None:
+    def paged_decode(q_ref: Any, k_ref: Any, v_ref: Any, tables: Any, seqs: Any, ctas: Any, row: Any, scale_ref: Any, *refs: Any) -> None:
         parts, part_lses, q_smem, k_smem, v_smem, o_smem, *more = refs
         wide, barriers = (more[:2], more[2:]) if shape.is_widened else (None, more)
         rings = _Rings(q_smem, k_smem, v_smem, *barriers)
@@ -301,7 +306,7 @@ def attend_parts(
     head_dim, stages = shape.head_dim, shape.stages
     wide_tiles = [tile((BLOCK_TOKENS, head_dim), jnp.float16)] * 2 if shape.is_widened else []
     run = plgpu.kernel(
-        kernel,
+        paged_decode,
         out_type=(
             jax.ShapeDtypeStruct((num_parts, shape.rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_parts, ROWS), jnp.float32),

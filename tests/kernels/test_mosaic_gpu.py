@@ -162,13 +162,15 @@ def test_a_copy_that_is_not_waited_for_is_noticed(planted: Any, capfd: pytest.Ca
             plgpu.barrier_wait(barrier)
 
     planted(barrier_wait=wait)
+    # So long that the ring of shared memory goes round: a phase of a barrier then ends that nobody has seen.
+    long = Case("planted_long", ((1, 700),), 2, 1, 64, 64, dtype="bfloat16")
     try:
-        attend(SMALL, make(SMALL))
-    except jax.errors.JaxRuntimeError as error:  # jax 0.11 prints the race, jax 0.12 raises it
+        attend(long, make(long), num_ctas=1)
+    except jax.errors.JaxRuntimeError as error:  # jax 0.11 prints a race, jax 0.12 raises it
         report = str(error)
     else:
         report = capfd.readouterr().out
-    assert "RACE DETECTED" in report
+    assert "RACE DETECTED" in report or "no threads observed" in report
 
 
 @pytest.mark.tier("kernels")
@@ -193,8 +195,7 @@ def test_pages_that_are_fetched_twice_or_are_not_owned_are_noticed(planted: Any,
 
 
 def _copy_twice(source: Any, target: Any, barrier: Any) -> None:
-    plgpu.copy_gmem_to_smem(source, target, barrier)
-    if source.shape == (SMALL.page_size, SMALL.head_dim):
+    for _ in range(2 if source.shape == (SMALL.page_size, SMALL.head_dim) else 1):
         plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
