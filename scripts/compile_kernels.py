@@ -29,6 +29,7 @@ NUM_CASES_OF_OTHERS = 2
 
 CEILINGS = {
     "paged_decode": {"registers": 232, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
+    "paged_prefill": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
     "combine_parts": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024},
 }
 """What no budget may exceed."""
@@ -183,7 +184,7 @@ def spiller(x: Any) -> Any:
 
 
 class CompileCase(NamedTuple):
-    """A step of one-token sequences."""
+    """A step of one-token and of longer sequences."""
 
     heads: int
     kv_heads: int
@@ -262,13 +263,12 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention.mosaic_decode import in_flight_bytes
+    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
 
     budgets = json.loads(BUDGETS.read_text(encoding="utf-8"))
     faults = loosened(budgets)
-    print(
-        f"{'target':6} {'kernel':14} {'registers':>9} {'spilled':>7} {'shared':>7} {'in flight':>9} {'HGMMA':>5} {'UTMALDG':>7} {'s':>5}  case"
-    )
+    columns = f"{'registers':>9} {'spilled':>7} {'shared':>7} {'in flight':>9} {'HGMMA':>5} {'UTMALDG':>7} {'s':>5}"
+    print(f"{'target':6} {'kernel':14} {columns}  case")
     for name in [args.target] if args.target else TARGETS:
         compiler = Compiler(descriptions[TARGETS[name]])
         (planted,) = compiler.compile(spiller, {"x": compiler.shape((64, 512), jnp.float32)})
@@ -278,9 +278,13 @@ def main() -> int:
             if args.case not in case.name:
                 continue
             started = time.process_time()
-            in_flight = in_flight_bytes(case.head_dim, jnp.dtype(case.dtype), jnp.dtype(case.page_dtype))
+            dtypes = jnp.dtype(case.dtype), jnp.dtype(case.page_dtype)
+            in_flight = {
+                "paged_decode": mosaic_decode.in_flight_bytes(case.head_dim, *dtypes),
+                "paged_prefill": mosaic_prefill.in_flight_bytes(case.head_dim, *dtypes),
+            }
             for report in compile_case(compiler, case):
-                own = in_flight if report.kernel == "paged_decode" else 0
+                own = in_flight.get(report.kernel, 0)
                 print(
                     f"{name:6} {report.kernel:14} {report.registers:9} {report.spilled_bytes:7} {report.shared_bytes:7} {own:9}"
                     f" {report.matrix_ops:5} {report.bulk_copies:7} {time.process_time() - started:5.1f}  {case.name}",

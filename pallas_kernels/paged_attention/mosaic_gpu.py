@@ -1,4 +1,4 @@
-"""Paged attention on Hopper GPUs: one-token sequences by a kernel of ours, longer query spans by XLA, in one program."""
+"""Paged attention on Hopper GPUs: a kernel for one-token sequences and one for longer query spans, in one program."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from pallas_kernels.mosaic_tiles import ROWS, has_tiling
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS
 from pallas_kernels.paged_attention.mosaic_decode import decode
+from pallas_kernels.paged_attention.mosaic_prefill import MAX_WIDENED_HEAD_DIM, prefill
 
 HOPPER = (9, 0)
 HOPPER_MULTIPROCESSORS = 132
@@ -77,7 +78,7 @@ def paged_attention(
     if num_ctas is None:
         target = gpu_target()
         num_ctas = HOPPER_MULTIPROCESSORS if target is None else target.num_multiprocessors
-    decoded = decode(
+    operands = (
         q,
         k_pages,
         v_pages,
@@ -90,15 +91,20 @@ def paged_attention(
         jnp.asarray(v_scale, jnp.float32),
         None if sliding_window is None else jnp.asarray(sliding_window, jnp.int32),
         sinks,
-        soft_cap=soft_cap,
-        num_ctas=num_ctas,
-        interpret=interpret,
     )
+    decoded = decode(*operands, soft_cap=soft_cap, num_ctas=num_ctas, interpret=interpret)
+    if q.shape[0] == 1:
+        return decoded
+
     is_longer = cu_q_lens[1:] - cu_q_lens[:-1] > 1
 
+    # Each fills rows of its own, and leaves 0 in the others.
     def with_longer(decoded: Array) -> Array:
-        # A sequence without positions costs XLA nothing, and its rows come out 0.
-        longer = xla.paged_attention(
+        return decoded + prefill(*operands, soft_cap=soft_cap, interpret=interpret)
+
+    def with_longer_by_xla(decoded: Array) -> Array:
+        # A sequence without positions costs XLA nothing.
+        return decoded + xla.paged_attention(
             q,
             k_pages,
             v_pages,
@@ -114,6 +120,6 @@ def paged_attention(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        return decoded + longer
 
-    return lax.cond(jnp.any(is_longer), with_longer, lambda decoded: decoded, decoded)
+    is_too_wide = k_pages.dtype != q.dtype and q.shape[2] > MAX_WIDENED_HEAD_DIM
+    return lax.cond(jnp.any(is_longer), with_longer_by_xla if is_too_wide else with_longer, lambda decoded: decoded, decoded)
