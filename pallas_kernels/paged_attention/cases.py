@@ -59,12 +59,12 @@ CASES = (
         16,
         num_padding_tokens=2,
         num_padding_seqs=1,
-        tags=("gpu", "gpu_first"),
+        tags=("gpu",),
         dtype="bfloat16",
     ),
     Case(
         "gpu_window_cap_sinks",
-        ((1, 1), (1, 70), (1, 71), (1, 137), (1, 300)),
+        ((1, 1), (1, 70), (9, 137), (1, 300)),
         3,
         1,
         64,
@@ -77,7 +77,7 @@ CASES = (
     ),
     Case(
         "gpu_fp8",
-        ((1, 63), (1, 150)),
+        ((1, 63), (5, 150)),
         4,
         2,
         64,

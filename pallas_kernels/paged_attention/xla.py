@@ -208,4 +208,4 @@ def _attend(
     start = _Walk(peak, total, jnp.zeros((*shape, head_dim)))
     num_chunks = jnp.max(-(-lens // chunk) - first_chunk)
     end = lax.fori_loop(0, num_chunks, step, start)
-    return end.values * (pool.v_scale / jnp.where(end.total == 0, 1, end.total)[..., None])
+    return end.values / jnp.where(end.total == 0, 1, end.total)[..., None] * pool.v_scale

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.jax]
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 GPU_CASES = [case for case in CASES if "gpu" in case.tags]
+MIXED = next(case for case in GPU_CASES if case.name == "gpu_mixed")
 FIRST_CASES = [pytest.param(case, id=case.name) for case in GPU_CASES if "gpu_first" in case.tags]
 OTHER_CASES = [pytest.param(case, id=case.name) for case in GPU_CASES if "gpu_first" not in case.tags]
 
@@ -108,13 +109,13 @@ def check(case: Case, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert log.of_pools(wanted) == (2 if wanted and not is_by_xla else 0)
 
 
+@pytest.mark.min_jax
 @pytest.mark.parametrize("case", FIRST_CASES)
 def test_equals_reference_without_races(case: Case, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, capfd, monkeypatch)
 
 
 @pytest.mark.tier("kernels")
-@pytest.mark.min_jax
 @pytest.mark.parametrize("case", OTHER_CASES)
 def test_equals_reference_without_races_on_more_cases(
     case: Case, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -124,8 +125,7 @@ def test_equals_reference_without_races_on_more_cases(
 
 @pytest.mark.tier("kernels")
 def test_moved_pages_layers_and_groups_give_equal_bits() -> None:
-    case = FIRST_CASES[0].values[0]
-    operands = make(case)
+    operands = make(case := MIXED)
     got = attend(case, operands)
     np.testing.assert_array_equal(got, attend(case, operands))
     permutation = np.concatenate([[0], np.random.default_rng(1).permutation(len(operands["k_pages"]) - 1) + 1])
@@ -238,7 +238,7 @@ def lower(case: Case) -> str:
 
 def test_hopper_takes_the_kernel_and_it_lowers() -> None:
     """Lowering runs layout inference and the check of shared memory."""
-    assert lower(FIRST_CASES[0].values[0]).count("mosaic_gpu") >= 3  # the two walks and the combination
+    assert lower(MIXED).count("mosaic_gpu") >= 3  # the two walks and the combination
 
 
 @pytest.mark.tier("kernels")
