@@ -56,14 +56,21 @@ class Admission:
         running: who runs.
         limits: has the reserve.
         budget: bounds the number of rows when a target is set.
+        takes_whole_prompts: whether a prompt waits for a step that has room for all of it.
     """
 
     def __init__(
-        self, page_manager: PageManager, queue: WaitingQueue, running: RunningSet, limits: AdmissionLimits, budget: StepBudget
+        self,
+        page_manager: PageManager,
+        queue: WaitingQueue,
+        running: RunningSet,
+        limits: AdmissionLimits,
+        budget: StepBudget,
+        takes_whole_prompts: bool = False,
     ) -> None:
         self._pages, self._queue, self._running = page_manager, queue, running
         self._reserve_pages = limits.reserve_pages
-        self._budget = budget
+        self._budget, self._takes_whole_prompts = budget, takes_whole_prompts
         self.lengths = OutputLengths()
         self._num_spare_tokens = 0
         self._no_room_reason = ""
@@ -107,7 +114,7 @@ class Admission:
                 reason = ROWS
             elif len(running.sequences) >= self._budget.max_rows():
                 reason = TIME
-            elif draft.budget == 0:
+            elif draft.budget == 0 or (self._takes_whole_prompts and draft.budget < candidate.num_uncomputed_tokens):
                 reason = TOKENS
             elif candidate.num_pending_ids:
                 reason = LATE

@@ -35,6 +35,7 @@ NUM_TOKENIZER_THREADS = 2
 class AsyncLLM:
     """A model that serves many tasks at once, in this process; options as for `LLM`.
 
+    vLLM's constructor of an engine's arguments has its counterpart in keyword arguments: `AsyncLLM("smollm2-135m", max_model_len=2048)`.
     Loading blocks the caller. Requests may come from several event loops. `close()` ends what is unfinished with `abort`.
 
     Raises:

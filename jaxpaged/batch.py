@@ -15,6 +15,7 @@ Axes (every annotated array of the project uses these words and no others):
     embed       width of the residual stream
     ffw         width of the feed-forward block
     vocab       rows of the embedding and of the head
+    experts     feed-forward blocks that a token is sent to some of
     layers      leading axis of stacked weights and of the pool
     rows        rows of anything that sequences or tokens were gathered into
     blocks      tiles of work inside a kernel

@@ -1,7 +1,7 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
+import secrets
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,16 +16,16 @@ from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
-from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.loading.sentence_transformer import refuse_other_pooling
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
-from jaxpaged.model_loader import describe_model, load_model
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_source import ModelSource
+from jaxpaged.model_structure import ModelFacts
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
-from jaxpaged.step_program import LoadedModel
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.traced_programs import TracedPrograms
 
@@ -42,21 +42,25 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     programs_folder = _programs_folder(config)
     use_persistent_cache(programs_folder)
     phase("load", f"loading {files.name}")
-    tokenizer = Tokenizer.from_files(files, chat_template=config.model.chat_template, template_timeout_s=config.model.template_timeout_s)
-    with open_checkpoint(files) as checkpoint:
-        described = describe_model(config.model, checkpoint, is_gpu=is_gpu)
-        eos_token_ids = frozenset((*described.eos_token_ids, *tokenizer.eos_token_ids))
-        if len(eos_token_ids) > MAX_EOS_IDS:
-            raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
-        limits = decide_limits(config, is_gpu=is_gpu, model_max_len=described.config.max_positions)
-        _check_pool(config, described.config, limits)
-        with memory_budget():
-            model = load_model(checkpoint, described, num_threads=num_threads)
-
-    def load_again() -> LoadedModel:
-        with open_checkpoint(files) as checkpoint:
-            return load_model(checkpoint, described, num_threads=num_threads)
-
+    source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
+    facts, description = source.described.facts, source.described.description
+    limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
+    if description.is_encoder:
+        refuse_other_pooling(files.path)
+        _check_whole_prompts(limits)
+    _check_pool(config, facts, limits)
+    source.read_ahead()
+    tokenizer = Tokenizer.from_files(
+        files,
+        chat_template=config.model.chat_template,
+        template_timeout_s=config.model.template_timeout_s,
+        may_be_missing=config.model.load_format == "dummy",
+    )
+    eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
+    if len(eos_token_ids) > MAX_EOS_IDS:
+        raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    with memory_budget():
+        model = source.load()
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
@@ -77,28 +81,31 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             model,
             limits=limits,
             cache=config.cache,
-            num_ids=min(tokenizer.vocab_size, model.config.vocab),
+            num_ids=min(tokenizer.vocab_size, facts.vocab),
             max_parallel=config.compilation.max_parallel or num_threads,
             logprobs_mode=config.sampling.logprobs_mode,
             traced=TracedPrograms(programs_folder and programs_folder / "traced"),
-            load_again=load_again,
+            load_again=source.load,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
         )
     intake = Intake(
         tokenizer,
-        generation_config=described.generation_config if config.model.generation_config == "auto" else {},
+        generation_config=description.generation_config if config.model.generation_config == "auto" else {},
         eos_token_ids=eos_token_ids,
-        vocab=model.config.vocab,
-        seed=config.model.seed,
+        vocab=facts.vocab,
+        seed=secrets.randbits(63) if config.model.seed is None else config.model.seed,
         max_logprobs=config.sampling.max_logprobs,
         max_model_len=runner.limits.max_model_len,
+        is_encoder=description.is_encoder,
     )
     engine = Engine(
         runner,
         tokenizer,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        # Keys and values of an encoder depend on the whole text.
+        enable_prefix_caching=config.cache.enable_prefix_caching and not description.is_encoder,
+        takes_whole_prompts=description.is_encoder,
         max_in_flight=2 if config.scheduler.async_scheduling else 1,
         policy=config.scheduler,
         sink=emit,
@@ -108,7 +115,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         events.EngineStarted(
             time_s=clocks.wall(),
             model=files.name,
-            dtype=str(model.config.dtype),
+            dtype=facts.dtype_name,
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             pool_bytes=runner.pool_bytes,
@@ -118,13 +125,24 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             max_num_batched_tokens=runner.limits.max_num_batched_tokens,
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
+            platform=jax.default_backend(),
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return engine, intake
 
 
-def _check_pool(config: Config, model: Any, limits: StepLimits) -> None:
+def _check_whole_prompts(limits: StepLimits) -> None:
+    """Raises ConfigError when a prompt may be longer than a step of an encoder, which computes it at once."""
+    if limits.max_num_batched_tokens < limits.max_model_len - 1:
+        raise ConfigError(
+            f"an encoder computes a prompt in one step, and max_num_batched_tokens {limits.max_num_batched_tokens} is less than the "
+            f"{limits.max_model_len - 1} tokens that a prompt may have: raise it, or lower max_model_len",
+            param="scheduler.max_num_batched_tokens",
+        )
+
+
+def _check_pool(config: Config, model: ModelFacts, limits: StepLimits) -> None:
     """Refuses a pool that can hold nothing, or a reserve that leaves nothing of it, where its size is known before the weights are there.
 
     Raises:

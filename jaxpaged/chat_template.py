@@ -33,7 +33,8 @@ class ChatTemplate:
         self.timeout_s = timeout_s
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = TemplateEnvironment().from_string(source)
+            self._environment = TemplateEnvironment()
+            self._template = self._environment.from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the chat template cannot be compiled: {_sentence(error)}", param="chat_template") from error
 
@@ -83,7 +84,9 @@ class ChatTemplate:
         try:
             return run_within(
                 self.timeout_s,
-                lambda: self._template.render({**is_set, "messages": messages, "add_generation_prompt": add_generation_prompt}),
+                lambda: self._environment.run(
+                    self._template, {**is_set, "messages": messages, "add_generation_prompt": add_generation_prompt}
+                ),
             )
         except TimeUpError:
             raise ChatTemplateError(

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(e.message, EXIT_BAD_INPUT)
     except OSError as e:
         where = f"{os.fsdecode(e.filename)}: " if isinstance(e.filename, str | bytes) else ""
-        return _say(f"{where}{e.strerror or e}", EXIT_BAD_INPUT)
+        # Without a name it is an output that cannot be written.
+        return _say(f"{where}{e.strerror or e}", EXIT_BAD_INPUT if where else EXIT_FAILED)
     except Exception as e:
         return _unexpected(e, argv)
 

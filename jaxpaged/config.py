@@ -19,6 +19,10 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 BYTES = {"unit": "bytes"}
 SECRET = {"secret": True}
+VLLM_CACHE_DTYPES = {
+    "spellings": {"bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32", "fp8": "fp8_e4m3"},
+}
+"""Other words for a choice."""
 """Marks of fields (`Meta.extra`): a size that takes 512MiB or 1.5GiB; a value that is never printed."""
 
 
@@ -57,14 +61,21 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int | Literal["auto"] | None,
         _doc("tokens of prompt and answer together; none: the model's own; auto: the largest that fits the page pool", ge=1),
     ] = None
-    load_format: Annotated[Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone")] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone, drawn from `seed`")
+    ] = "auto"
     quantization: Annotated[str | None, _doc("weight quantization; none so far, anything else is refused")] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0
     generation_config: Annotated[
         Literal["auto", "neutral", "vllm"], _doc("auto: unset sampling values come from the model's generation_config.json")
     ] = "auto"
-    seed: Annotated[int, _doc("seeds the requests that bring no seed of their own", ge=0, le=2**63 - 1)] = 0
+    max_kept_weights: Annotated[
+        int, _doc("size up to which converted weights are kept in the cache folder, for later starts to map; 0: never", ge=0, extra=BYTES)
+    ] = 4 * GIB
+    seed: Annotated[
+        int | None, _doc("seeds the requests that bring no seed of their own; none: drawn at the start", ge=0, le=2**63 - 1)
+    ] = 0
     hf_token: Annotated[str | None, _doc("token for gated hub models; never printed", extra=SECRET)] = None
     offline: Annotated[bool, _doc("never use the network: the model must be a local path or already pulled")] = False
     trust_remote_code: Annotated[bool, _doc("refused: code from model repositories is never run")] = False
@@ -75,9 +86,10 @@ class CacheConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     page_size: Annotated[int, _doc("tokens per page", ge=1, le=256)] = 16
     memory: Annotated[int | None, _doc("bytes of the page pool; none: 512 MiB on CPU, what is left on GPU", ge=1, extra=BYTES)] = None
-    dtype: Annotated[Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"], _doc("type of keys and values in the pool; auto: the model's")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        Literal["auto", "bf16", "f32", "f16", "fp8_e4m3"],
+        _doc("type of keys and values in the pool; auto: the model's; vLLM's spellings too", extra=VLLM_CACHE_DTYPES),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("share full pages between requests that begin alike")] = True
     gpu_memory_utilization: Annotated[float, _doc("share of the GPU's memory that the process may use", gt=0, le=1)] = 0.92
 
@@ -204,6 +216,7 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_stop_chars: Annotated[int, _doc("characters of one stop string", ge=1, le=1024)] = 512
     max_stop_token_ids: Annotated[int, _doc("stop token ids", ge=0, le=128)] = 128
     max_logit_bias: Annotated[int, _doc("token ids in logit_bias", ge=0, le=1024)] = 1024
+    max_body_parts: Annotated[int, _doc("texts, names of fields, lists and objects in a body", ge=16, le=100_000_000)] = 65_536
     max_messages: Annotated[int, _doc("messages of a conversation", ge=1, le=1_000_000)] = 2048
     max_request_id_chars: Annotated[int, _doc("characters of x-request-id; a longer one is replaced", ge=1, le=1024)] = 128
     max_stored_responses: Annotated[int, _doc("responses kept for later calls; the oldest goes first", ge=0, le=1_000_000)] = 1000
@@ -214,6 +227,51 @@ class MetricsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Figures for Prometheus."""
 
     public: Annotated[bool, _doc("/metrics asks for no key")] = False
+    vllm_names: Annotated[bool, _doc("/metrics also tells the figures under vLLM's names")] = True
+
+
+class TracingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces of requests for OpenTelemetry; needs the extra `otel`."""
+
+    otlp_endpoint: Annotated[
+        str | None, _doc("URL of a collector that takes OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces")
+    ] = None
+    service_name: Annotated[str, _doc("what traces call this server", min_length=1)] = "jaxpaged"
+
+
+class DiagnoseConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Thresholds of `jaxpaged diagnose`; docs/operations.md has the rules."""
+
+    window_s: Annotated[float, _doc("seconds that one sample of an event log or a live server covers", gt=0, le=3600)] = 1.0
+    lasting_share: Annotated[float, _doc("share of the time with work for which something must be so to count as lasting", ge=0, le=1)] = (
+        0.5
+    )
+    pool_low: Annotated[float, _doc("share of the page pool in use below which it counts as little used", ge=0, le=1)] = 0.6
+    pool_room: Annotated[float, _doc("share of the page pool in use up to which more sequences would find room", ge=0, le=1)] = 0.8
+    pool_full: Annotated[float, _doc("share of the page pool in use from which on it counts as full", ge=0, le=1)] = 0.95
+    preempted_share: Annotated[float, _doc("preemptions per request that ended from which on they count", ge=0, le=1)] = 0.05
+    rows_full: Annotated[float, _doc("share of scheduler.max_num_seqs from which on the rows count as full", ge=0, le=1)] = 0.95
+    rows_low: Annotated[float, _doc("share of scheduler.max_num_seqs up to which few requests run", ge=0, le=1)] = 0.25
+    few_requests: Annotated[int, _doc("running requests that count as few where the log does not tell max_num_seqs", ge=1)] = 4
+    busy_share: Annotated[float, _doc("share of the time in steps from which on the engine counts as busy", ge=0, le=1)] = 0.5
+    first_token_s: Annotated[float, _doc("seconds to a first token from which on it counts as slow", gt=0)] = 0.2
+    gap_s: Annotated[float, _doc("seconds between two tokens from which on an answer counts as slow", gt=0)] = 0.1
+    gap_ratio: Annotated[float, _doc("times that a bad gap between tokens is longer than the median", gt=1)] = 3.0
+    prefill_share: Annotated[
+        float, _doc("share of computed tokens that are of prompts from which on they may hold answers up", ge=0, le=1)
+    ] = 0.5
+    giant_ratio: Annotated[float, _doc("times that a giant prompt is longer than the median prompt", gt=1)] = 8.0
+    swing_ratio: Annotated[float, _doc("times around the mean that the batch must swing, up and down, to be unsteady", gt=1)] = 1.6
+    swings: Annotated[int, _doc("such swings that make an unsteady batch", ge=1)] = 3
+    host_share: Annotated[float, _doc("share of step time that is the host's from which on steps are bound by the host", ge=0, le=1)] = 0.5
+    device_share: Annotated[
+        float, _doc("share of step time that is the device's from which on steps are bound by the device", ge=0, le=1)
+    ] = 0.8
+    padding_share: Annotated[float, _doc("share of computed places that are padding from which on it counts as waste", ge=0, le=1)] = 0.4
+    padding_tokens: Annotated[int, _doc("tokens of a step below which padding costs nothing", ge=1)] = 8
+    slow_client_s: Annotated[float, _doc("seconds that answers take longer over HTTP than in the engine, in the mean", gt=0)] = 1.0
+    stuck_s: Annotated[float, _doc("seconds without a step, although requests run", gt=0)] = 10.0
+    overload_s: Annotated[float, _doc("seconds for which as many wait as run, which count as overload", gt=0)] = 60.0
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,6 +288,8 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
 
 
 ALIASES: dict[str, str] = {
@@ -268,5 +328,6 @@ ALIASES: dict[str, str] = {
     "ssl_keyfile": "server.ssl_keyfile",
     "allowed_origins": "server.allowed_origins",
     "shutdown_timeout": "server.drain_timeout_s",
+    "otlp_traces_endpoint": "tracing.otlp_endpoint",
 }
 """vLLM's names (as Python arguments; flags use dashes) -> path in the tree."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from jaxpaged.open_requests import OpenRequests
 from jaxpaged.page_manager import PageManager
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
-from jaxpaged.scheduler import DEFAULT_POLICY, ScheduledStep, Scheduler
+from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
+from jaxpaged.scheduler import DEFAULT_POLICY, Scheduler
 from jaxpaged.slot_rows import slot_row
 from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
@@ -53,6 +55,7 @@ class Engine:
         runner: the model on its device.
         tokenizer: for the text of answers.
         enable_prefix_caching: share full pages between requests that begin alike.
+        takes_whole_prompts: see `Scheduler`.
         max_in_flight: steps that may run before the oldest is taken in; 2 hides the host's work behind the device's.
         policy: priorities, targets and limits of the queue.
         sink: takes every event; whoever made it closes it.
@@ -68,6 +71,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         enable_prefix_caching: bool = True,
+        takes_whole_prompts: bool = False,
         max_in_flight: int = 1,
         policy: SchedulerConfig = DEFAULT_POLICY,
         sink: events.Sink,
@@ -85,6 +89,7 @@ class Engine:
             clock=clocks.monotonic,
             policy=policy,
             token_buckets=limits.token_buckets,
+            takes_whole_prompts=takes_whole_prompts,
         )
         self._packer = StepPacker(runner.layout_for(1), runner.vocab)
         self._max_in_flight = max_in_flight
@@ -224,6 +229,7 @@ class Engine:
         awaited = [row for row, token_id in zip(step.rows, ids, strict=False) if row.is_awaited and (row.samples or token_id == NO_ID)]
         self._requests.take_pooled(pooled_rows(step, started.ids))
         self._fail_rows_without_id(step, ids)
+        num_before = _num_output_tokens(awaited)
         self.scheduler.update(step, ids[: len(step.rows)].tolist())
         update_s = timer.lap()
         self._requests.take_tokens(awaited, self._token_logprobs(started))
@@ -232,6 +238,7 @@ class Engine:
             awaited,
             bucket_tokens=started.bucket_tokens,
             num_tokens=started.num_tokens,
+            num_output_tokens=_num_output_tokens(awaited) - num_before,
             scheduler=self.scheduler,
             pages=self.pages,
             times=StepTimes(started.schedule_s, started.pack_s, started.run_s + device_s, update_s, timer.lap()),
@@ -326,3 +333,8 @@ class Engine:
             raise EngineDeadError(f"the engine stopped: {self._fatal}")
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
+
+
+def _num_output_tokens(rows: Iterable[ScheduledRow]) -> int:
+    """Tokens that the answers of these rows have; a request for hidden states has none."""
+    return sum(row.sequence.num_output_tokens for row in rows if row.sequence.request.pooling is None)

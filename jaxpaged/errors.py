@@ -211,6 +211,13 @@ class NotFoundError(JaxpagedError):
     http_status = 404
 
 
+class UnknownMethodError(JaxpagedError):
+    """No path takes the method, since nobody knows it."""
+
+    code = "method_not_implemented"
+    http_status = 501
+
+
 class MethodNotAllowedError(JaxpagedError):
     """The path is there and does not take the method."""
 

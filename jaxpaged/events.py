@@ -35,7 +35,10 @@ class ProgramCompiled(_Event):
 
 
 class EngineStarted(_Event):
-    """The engine is ready; every compilation after this is a bug and counted."""
+    """The engine is ready; every compilation after this is a bug and counted.
+
+    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said.
+    """
 
     model: str
     dtype: str
@@ -48,6 +51,8 @@ class EngineStarted(_Event):
     max_num_batched_tokens: int
     seconds: float
     num_programs: int
+    platform: str = ""
+    attention: str = ""
 
 
 class RequestReceived(_Event):
@@ -104,6 +109,7 @@ class RequestFinished(_Event):
     """A request ended: stop, length, abort or error; exactly one per queued request.
 
     With several samples: the least happy end among them, the prompt counted once, and the sum of their tokens and pages.
+    `num_longest_tokens` are those of the longest sample.
     """
 
     request_id: str
@@ -118,10 +124,17 @@ class RequestFinished(_Event):
     queue_s: float
     message: str | None = None
     num_samples: int = 1
+    num_longest_tokens: int = 0
 
 
-TOKEN_GAP_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds of the classes that gaps between two tokens of an answer are counted in; a last class holds longer ones."""
+# fmt: off
+TOKEN_GAP_BOUNDS_S = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)
+# fmt: on
+"""Upper bounds of the classes that gaps between two tokens of an answer are counted in; a last class holds longer ones. vLLM's are among
+them."""
 
 
 class StepFinished(_Event):
@@ -131,7 +144,8 @@ class StepFinished(_Event):
     together these gaps are `token_gaps_s`. Empty: there were none.
 
     `prefix_hits_tokens` of the `prefix_queries_tokens` prompt tokens of first admissions were found in the prefix cache;
-    `prefill_recompute_tokens` are computed again after a preemption, and are no misses. `decision` says why so many were admitted.
+    `prefill_recompute_tokens` are computed again after a preemption, and are no misses. `decision` says why so many were admitted, and is
+    empty when nobody waited. `num_output_tokens` are the tokens that answers have got.
     """
 
     step: int
@@ -156,7 +170,18 @@ class StepFinished(_Event):
     prefill_recompute_tokens: int = 0
     token_gaps: tuple[int, ...] = ()
     token_gaps_s: float = 0.0
+    num_output_tokens: int = 0
     decision: str = ""
+
+    @property
+    def parts_s(self) -> tuple[float, float, float, float, float]:
+        """Seconds of scheduling, packing, waiting for the device, updating and making text."""
+        return self.schedule_s, self.pack_s, self.device_s, self.update_s, self.detokenize_s
+
+    @property
+    def admission_limit(self) -> str:
+        """What kept the next request out, as `decision` has it: rows, tokens, pages, ...; empty: nothing did."""
+        return self.decision.partition(": ")[2]
 
 
 class LoadChanged(_Event):
@@ -174,6 +199,8 @@ class HttpAnswered(_Event):
 
     `end` is stop, length, rejected, refused, aborted or failed, and empty for what asks the model nothing. `first_token_s` and
     `seconds` count from its arrival. `body` is what the client sent, or its beginning, and empty unless `log.prompts` asks for it.
+    `answer_id` is the answer's own id; the engine's requests behind it are called the same, with their index behind. `num_merged`
+    tokens of a stream came with one before, because the event loop or the client lagged.
     """
 
     request_id: str
@@ -187,6 +214,8 @@ class HttpAnswered(_Event):
     first_token_s: float | None
     seconds: float
     body: str = ""
+    answer_id: str = ""
+    num_merged: int = 0
 
 
 class HealthChanged(_Event):

@@ -11,12 +11,15 @@ import msgspec
 from jaxpaged.beam_search import BeamSearchParams, step_params
 from jaxpaged.counts import counted
 from jaxpaged.embeddings import EMBEDDING_PARAMS
-from jaxpaged.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
+from jaxpaged.errors import ChatTemplateError, CheckpointError, ContextLengthError, InvalidRequestError
 from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGPROBS, Pooling, Request, RequestOutputKind, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may hold a "cache_salt" as well."""
+"""A text, a list of token ids, or an object with a "prompt" (a text), "prompt_token_ids" or both, and a "cache_salt" if wanted.
+
+Of both the ids are what is continued. Values of None count as absent.
+"""
 
 type Continuation = str | Sequence[int]
 """A text or a list of token ids that goes on from a prompt."""
@@ -33,6 +36,15 @@ _SCORING = SamplingParams(
 )
 
 
+def default_params_of(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What unset sampling fields take. Raises CheckpointError for values that a model's file must not have."""
+    defaults = {name: generation_config[name] for name in NEUTRAL_SAMPLING if generation_config.get(name) is not None}
+    try:
+        return SamplingParams(**(NEUTRAL_SAMPLING | defaults))
+    except InvalidRequestError as error:
+        raise CheckpointError(f"the model's generation_config.json: {error.message}; --generation-config neutral passes over it") from error
+
+
 class Intake:
     """Checks and completes requests; needs no engine, so any thread may call it."""
 
@@ -46,6 +58,7 @@ class Intake:
         seed: int,
         max_logprobs: int = MAX_LOGPROBS,
         max_model_len: int | None = None,
+        is_encoder: bool = False,
     ) -> None:
         """Prepares for one model.
 
@@ -57,19 +70,18 @@ class Intake:
             seed: seeds the requests that bring none.
             max_logprobs: likeliest ids that a request may ask log-probabilities of.
             max_model_len: tokens of the context; a text that is too long for it in any case is refused before it is tokenized.
+            is_encoder: whether the model makes embeddings and nothing else.
         """
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self._vocab = vocab
         self._seed = seed
-        self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
+        self._max_model_len, self._max_logprobs, self._is_encoder = max_model_len, max_logprobs, is_encoder
         # Drawn, so that only who has seen it can give an id that looks like an automatic one.
         self._id_prefix = f"req-{secrets.token_hex(2)}-"
         # Counting is atomic, so threads can share these.
         self._seed_indices = itertools.count()
         self._ids = itertools.count()
-        defaults = {name: generation_config[name] for name in NEUTRAL_SAMPLING if generation_config.get(name) is not None}
-        # Checked here, so that a bad file is found at the start and not with the first request.
-        self.default_params = SamplingParams(**(NEUTRAL_SAMPLING | defaults))
+        self.default_params = default_params_of(generation_config)
 
     def new_id(self) -> str:
         """A request id that no other request of this engine has or may be given."""
@@ -95,6 +107,10 @@ class Intake:
             InvalidRequestError: a malformed prompt or salt, or ids, parameters or priority out of range. (Lengths are checked by
                 `Scheduler.check_fits`.)
         """
+        if self._is_encoder and params is not EMBEDDING_PARAMS:
+            raise InvalidRequestError(
+                "The model is an encoder: it makes embeddings (LLM.embed, /v1/embeddings) and generates no text", param="model"
+            )
         if request_id is not None:
             if not _is_id(request_id):
                 raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
@@ -208,6 +224,8 @@ class Intake:
 
         Raises:
             ChatTemplateError: no template, malformed messages, or the template refuses them.
+            ContextLengthError: too long for the context in any case; it is not tokenized then.
+            InvalidRequestError: half of a surrogate pair.
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise ChatTemplateError(
@@ -216,26 +234,30 @@ class Intake:
         for name in ARGUMENTS_OF_TEMPLATES:
             if variables and name in variables:
                 raise ChatTemplateError(f"{name} cannot be set as a variable of the chat template", param="chat_template_kwargs")
-        return self.tokenizer.apply_chat_template(
+        rendered = self.tokenizer.render_chat(
             list(messages),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **(variables or {}),
         )
+        texts = rendered.texts
+        self._check_length(texts, "messages", num_ids=len(rendered.pieces) - len(texts))
+        return self.tokenizer.encode_chat(rendered)
 
     def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-                prompt = prompt["prompt"]
-            elif keys == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str | Mapping):
-                prompt = prompt["prompt_token_ids"]
-            else:
+            given = {key: value for key, value in prompt.items() if value is not None}
+            text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
+            is_text, is_ids = isinstance(text, str), ids is not None and not isinstance(ids, str | Mapping)
+            if given or not (is_ids or is_text and ids is None) or not (is_text or text is None):
                 raise InvalidRequestError(
-                    "A prompt object holds either 'prompt' (a text) or 'prompt_token_ids' (a list), and 'cache_salt' if wanted, "
-                    f"got {sorted(map(str, keys))}",
+                    "A prompt object holds 'prompt' (a text) or 'prompt_token_ids' (a list; the text beside it is only shown), and "
+                    f"'cache_salt' if wanted, got {sorted(map(str, prompt))}",
                     param="prompt",
                 )
+            if is_ids:
+                return text, self._checked_ids(ids)
+            prompt = text
         if isinstance(prompt, str):
             return prompt, self._encode(prompt, add_special_tokens)
         return None, self._checked_ids(prompt)
@@ -259,23 +281,25 @@ class Intake:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param="prompt") from error
-        if self._max_model_len is not None and num_bytes >= self._max_model_len:
-            self._check_bytes(num_bytes, self._max_model_len)
+        self._check_length([text], "prompt")
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _check_bytes(self, num_bytes: int, max_model_len: int) -> None:
-        """Tokenizing takes a second for every few megabytes, which a text that cannot fit is not worth."""
+    def _check_length(self, texts: Sequence[str], param: str, num_ids: int = 0) -> None:
+        """Tokenizing takes a second for every few megabytes, which texts that cannot fit, with the ids beside them, are not worth."""
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError("The prompt holds an unpaired surrogate, which is no character", param=param) from error
+        max_model_len = self._max_model_len
+        if max_model_len is None or num_bytes + num_ids < max_model_len:
+            return
         longest = self.tokenizer.max_bytes_per_token
-        if longest is None or (least := -(-num_bytes // longest)) < max_model_len:
+        if longest is None or (least := -(-num_bytes // longest) + num_ids) < max_model_len:
             return
         raise ContextLengthError(
             f"The prompt has {num_bytes} bytes, which are at least {least} tokens since none is longer than {counted(longest, 'byte')}, "
             f"and the context has {max_model_len}: shorten the prompt to at most {counted(max_model_len - 1, 'token')}",
-            param="prompt",
+            param=param,
         )
 
     def _spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:

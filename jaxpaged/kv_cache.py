@@ -54,7 +54,7 @@ class DeviceMemory(NamedTuple):
 
 
 def cache_shape(model: Any, cache: CacheConfig) -> CacheShape:
-    """The shape of a model's pages; `model` is its family's `Config`."""
+    """The shape of a model's pages; `model` is its facts, or its family's `Config`."""
     dtype = model.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
     return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype)
 

@@ -1,7 +1,7 @@
 """The Python API for programs that wait: `LLM.generate` is a loop over `Engine.step`, nothing else."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -89,20 +89,8 @@ class LLM(OperatorCalls):
             EnginePausedError: the engine is paused or asleep.
             EngineDeadError: the engine stopped.
         """
-        if on_error not in ("raise", "return"):
-            raise InvalidRequestError(f"on_error is 'raise' or 'return', got {on_error!r:.40}", param="on_error")
         several = as_prompts(prompts)
-        params = one_each(sampling_params, len(several))
-        priorities = priority_each(priority, len(several))
-
-        def make(index: int, arrival_s: float) -> Request:
-            own = params[index] or self._intake.default_params
-            request = self._intake.request(several[index], own, arrival_s=arrival_s, priority=priorities[index])
-            # Outputs before the last are not looked at, so they are not made.
-            final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
-            return msgspec.structs.replace(request, params=final)
-
-        return self._complete(several, make, on_error, use_tqdm)
+        return self._generate(several, several.__getitem__, sampling_params, use_tqdm, priority, on_error)
 
     def score(
         self,
@@ -222,22 +210,29 @@ class LLM(OperatorCalls):
         priority: int | Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
     ) -> list[RequestOutput]:
         """Answers one conversation or many, laid out by the model's chat template. Without parameters an answer runs to the context's end.
 
+        Args:
+            messages: one conversation or many; `sampling_params`, `use_tqdm`, `priority` and `on_error` are as for `generate`.
+            add_generation_prompt, continue_final_message: open the assistant's turn, or go on with the last message.
+            chat_template_kwargs: what else the template sees.
+
         Raises:
-            ChatTemplateError: the model has no template, or it refuses the messages.
+            ChatTemplateError: the model has no template, or it refuses the messages, by index of the conversation; others as `generate`.
         """
         many = as_conversations(messages)
-        prompts = [
-            self._intake.chat_prompt(
-                conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
-            )
-            for conversation in many
-        ]
         if sampling_params is None:
             sampling_params = msgspec.structs.replace(self._intake.default_params, max_tokens=None)
-        return self.generate(list(prompts), sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+        flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+
+        def prompt_of(index: int) -> Prompt:
+            return self._intake.chat_prompt(many[index], **flags, variables=chat_template_kwargs)
+
+        return self._generate([()] * len(many), prompt_of, sampling_params, use_tqdm, priority, on_error, "conversation")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[RequestOutput]:
         """Yields what is new as it comes; closing the generator aborts the request. While the engine is paused, `next` waits.
@@ -300,21 +295,46 @@ class LLM(OperatorCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        prompt_of: Callable[[int], Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: int | Sequence[int] | None,
+        on_error: str,
+        noun: str = "prompt",
+    ) -> list[RequestOutput]:
+        """The last outputs for the prompts that `prompt_of` gives for their indices; `prompts` as errors show them."""
+        if on_error not in ("raise", "return"):
+            raise InvalidRequestError(f"on_error is 'raise' or 'return', got {on_error!r:.40}", param="on_error")
+        params = one_each(sampling_params, len(prompts))
+        priorities = priority_each(priority, len(prompts))
+
+        def make(index: int, arrival_s: float) -> Request:
+            own = params[index] or self._intake.default_params
+            request = self._intake.request(prompt_of(index), own, arrival_s=arrival_s, priority=priorities[index])
+            # Outputs before the last are not looked at, so they are not made.
+            final = msgspec.structs.replace(request.params, output_kind=RequestOutputKind.FINAL_ONLY)
+            return msgspec.structs.replace(request, params=final)
+
+        return self._complete(prompts, make, on_error, use_tqdm, noun)
+
     def _complete(
-        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, use_tqdm: bool
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, use_tqdm: bool, noun: str = "prompt"
     ) -> list[RequestOutput]:
         """The last outputs of the requests that `make` gives for an index and a time of arrival."""
         with self._turns.turn() as interrupt:
             self._turns.check_takes_requests()
-            requests, outputs = self._admit(prompts, make, on_error, interrupt)
+            requests, outputs = self._admit(prompts, make, on_error, interrupt, noun)
             self._run(requests, outputs, use_tqdm, interrupt)
         return [outputs[index] for index in range(len(prompts))]
 
     def _admit(
-        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt, noun: str
     ) -> tuple[dict[str, int], dict[int, RequestOutput]]:
         """Checks every prompt before any is queued; returns request id -> index, and outputs of the refused ones."""
-        checked, outputs = self._check(prompts, make, on_error, interrupt)
+        checked, outputs = self._check(prompts, make, on_error, interrupt, noun)
         added: list[str] = []
         try:
             for _, request in checked:
@@ -327,7 +347,7 @@ class LLM(OperatorCalls):
         return {request.request_id: index for index, request in checked}, outputs
 
     def _check(
-        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt
+        self, prompts: Sequence[Prompt], make: Callable[[int, float], Request], on_error: str, interrupt: Interrupt, noun: str = "prompt"
     ) -> tuple[list[tuple[int, Request]], dict[int, RequestOutput]]:
         """The requests with their indices, and outputs of the refused ones by index."""
         checked: list[tuple[int, Request]] = []
@@ -345,7 +365,7 @@ class LLM(OperatorCalls):
                 refused_id = self._intake.new_id()
                 self._engine.reject(refused_id, error, num_prompt_tokens=num_prompt_tokens)
                 if on_error == "raise":
-                    at = f"prompt {index}: " if len(prompts) > 1 else ""
+                    at = f"{noun} {index}: " if len(prompts) > 1 else ""
                     raise type(error)(at + error.message, param=error.param) from error
                 outputs[index] = failed_output(refused_id, prompt, error, now)
         return checked, outputs

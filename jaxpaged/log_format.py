@@ -285,6 +285,10 @@ def _answered_text(event: events.HttpAnswered) -> str:
         parts.append(f"{counted(event.num_prompt_tokens, 'prompt token')} + {counted(event.num_output_tokens, 'token')}")
     if event.first_token_s is not None:
         parts.append(f"first token after {event.first_token_s:.3f} s")
+    if event.num_merged:
+        parts.append(f"{counted(event.num_merged, 'token')} merged")
+    if event.answer_id:
+        parts.append(f"answer {clean_id(event.answer_id)}")
     if event.body:
         parts.append(f"body {clean(event.body)}")
     what = f"{clean(event.method, 16)} {clean(event.path, MAX_ID_CHARS) or '(no such path)'}"

@@ -8,6 +8,35 @@ from jaxpaged.errors import JaxpagedError
 from jaxpaged.request import CompletionOutput, RequestOutput
 
 
+class Arrival:
+    """An `asyncio.Event` for one task that waits: a stream waits once for each of its tokens, and that one is half as quick."""
+
+    __slots__ = ("_loop", "_waiter", "is_set")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wakes the task."""
+        self.is_set = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def clear(self) -> None:
+        """The next `wait` waits."""
+        self.is_set = False
+
+    async def wait(self) -> None:
+        """Returns once it is set."""
+        if not self.is_set:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self._waiter = None
+
+
 class Mailbox:
     """Belongs to the task, which reads; written to on the task's loop. What is not read yet is merged, so it stays small.
 
@@ -19,7 +48,7 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_delta: bool) -> None:
         self.loop = loop
         self._is_delta = is_delta
-        self._arrived = asyncio.Event()
+        self._arrived = Arrival(loop)
         self._output: RequestOutput | None = None
         self._error: JaxpagedError | None = None
 
@@ -36,7 +65,8 @@ class Mailbox:
 
     async def get(self) -> RequestOutput:
         """Waits for what is new. Raises what the request failed with."""
-        await self._arrived.wait()
+        if not self._arrived.is_set:
+            await self._arrived.wait()
         self._arrived.clear()
         output, self._output = self._output, None
         if output is not None:

@@ -1,16 +1,20 @@
 """Weights from a checkpoint onto the device, tensor by tensor."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
+import msgspec
 import numpy as np
-from flax import nnx
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
+from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
+from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
 from jaxpaged.models import Family, find_architecture, load_family, make_config
 from jaxpaged.step_program import LoadedModel
 
@@ -24,15 +28,37 @@ DTYPES = {
 
 _COMPARED_ROWS = 1024
 _HEAD = "head.weight"
+_UNREAD = (_HEAD, "pooler.weight", "pooler.bias")
+"""Parameters that a model need not have although its tensors are there: tied embeddings and a head, and what another task needed."""
+
+
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says besides its weights, as JSON if need be.
+
+    Attributes:
+        hf_config: the settled config that the family's `Config` is read from.
+        max_model_len: the longest text that the engine takes, where the options say so.
+        is_encoder: see `models.Architecture`.
+    """
+
+    facts: ModelFacts
+    hf_config: dict[str, Any]
+    max_model_len: int | None
+    generation_config: dict[str, Any]
+    eos_token_ids: tuple[int, ...]
+    is_encoder: bool = False
 
 
 class DescribedModel(NamedTuple):
-    """What a checkpoint says besides its weights."""
+    """A description, and the structure that follows from it, made when it is first asked for."""
 
-    family: Family
-    config: Any
-    generation_config: dict[str, Any]
-    eos_token_ids: tuple[int, ...]
+    description: ModelDescription
+    structure: Callable[[], ModelStructure]
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes of the model."""
+        return self.description.facts
 
 
 def choose_dtype(wanted: str, native: NativeDtype, *, is_gpu: bool) -> np.dtype:
@@ -58,24 +84,60 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
         UnsupportedModelError: an architecture or variant that we do not run.
     """
     architecture = find_architecture(checkpoint.hf_config)
-    family = load_family(architecture)
+    hf_config = _hf_config(checkpoint, load_family(architecture))
     max_model_len = config.max_model_len if isinstance(config.max_model_len, int) else None
     dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
-    return DescribedModel(
-        family=family,
-        config=make_config(architecture, _hf_config(checkpoint, family), dtype, max_model_len),
+    description = ModelDescription(
+        facts=facts_of(make_config(architecture, hf_config, dtype, max_model_len)),
+        hf_config=hf_config,
+        max_model_len=max_model_len,
         generation_config=checkpoint.generation_config,
         eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
+        is_encoder=architecture.is_encoder,
     )
+    return with_structure(description)
 
 
-def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1) -> LoadedModel:
-    """Puts the checkpoint's weights on the device.
+def with_structure(description: ModelDescription) -> DescribedModel:
+    """The model of a description, found just now or at an earlier start."""
+
+    @functools.cache
+    def structure() -> ModelStructure:
+        architecture = find_architecture(description.hf_config)
+        config = make_config(architecture, description.hf_config, description.facts.dtype, description.max_model_len)
+        return make_structure(load_family(architecture), config)
+
+    return DescribedModel(description, structure)
+
+
+def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> LoadedModel:
+    """Puts the checkpoint's weights on the device; arguments and errors as for `convert_weights`."""
+    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed))
+
+
+def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+    """The checkpoint's weights as the model takes them: parameter path -> aligned array, in the order of the leaves.
+
+    Args:
+        num_threads: tensors that are converted at the same time.
+        seed: of random weights, where the checkpoint is a config alone.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
     """
-    return _load(checkpoint, described.family, described.config, num_threads)
+    family, config, _, _, expected = described.structure()
+    if isinstance(checkpoint, DummyCheckpoint):
+        return draw(expected, seed)
+    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
+
+
+def to_device(described: DescribedModel, arrays: dict[str, np.ndarray]) -> LoadedModel:
+    """Puts converted weights on the device, and takes them out of `arrays`.
+
+    On CPU aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
+    """
+    params = tuple(jax.device_put(arrays.pop(path), may_alias=True) for path in list(arrays))
+    return LoadedModel(described.facts, described.structure, params)
 
 
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
@@ -101,15 +163,3 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     finally:
         checkpoint.release(one)
         checkpoint.release(other)
-
-
-def _load(checkpoint: Checkpoint, family: Any, model_config: Any, num_threads: int) -> LoadedModel:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.Model(model_config)))
-    leaves, treedef = jax.tree.flatten(state)
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    expected = dict(zip(paths, leaves, strict=True))
-    # A model with tied embeddings may have its head in the file all the same.
-    filled = fill(checkpoint, family.WEIGHTS, expected, model_config.axis_sizes, may_be_unread=(_HEAD,), num_threads=num_threads)
-    # On CPU the aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
-    params = tuple(jax.device_put(filled.pop(path), may_alias=True) for path in paths)
-    return LoadedModel(family, model_config, graphdef, treedef, params)

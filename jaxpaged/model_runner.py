@@ -10,7 +10,7 @@ import numpy as np
 from jaxpaged.batch import BatchLayout
 from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
-from jaxpaged.host_limits import return_freed_memory
+from jaxpaged.host_limits import return_freed_blocks, return_freed_memory
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
@@ -96,15 +96,15 @@ class ModelRunner:
         Raises:
             MemoryBudgetError: the pool does not fit.
         """
-        self.limits, self.page_size, self.vocab = limits, cache.page_size, model.config.vocab
-        self._model, self._embed = model, model.config.embed
+        self.limits, self.page_size, self.vocab = limits, cache.page_size, model.facts.vocab
+        self._model, self._embed = model, model.facts.embed
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
-        self.cache_shape = cache_shape(model.config, cache)
+        self.cache_shape = cache_shape(model.facts, cache)
         self._step = StepProgram(
             model, self.cache_shape, num_ids=num_ids, logprobs_mode=logprobs_mode, traced=traced or TracedPrograms(None)
         )
-        self.kv_groups = lay_out(model.config.windows).groups
+        self.kv_groups = lay_out(model.facts.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
         device = device_memory(jax.devices()[0])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)
@@ -132,6 +132,7 @@ class ModelRunner:
         self._by_bucket = {layout.num_tokens: layout for layout in self.layouts}
         before_compiling(self)
         self.programs = compile_all(self._step.lower, self.layouts, max_parallel=max_parallel, on_compiled=on_compiled)
+        return_freed_blocks()
         self._slot_writer = self._compile_slot_writer()
         self._watch = CompilationWatch()
         try:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -46,13 +46,14 @@ class Kind(enum.StrEnum):
 
 
 class OptionType(msgspec.Struct, frozen=True, kw_only=True):
-    """A field's type, taken apart. `choices` are words that an INT may be too (`auto`), or all of a CHOICE."""
+    """A field's type, taken apart. `choices` are words that an INT may be too (`auto`), or all of a CHOICE; `spellings` other words."""
 
     kind: Kind
     is_optional: bool = False
     is_bytes: bool = False
     is_secret: bool = False
     choices: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = {}
     limits: Meta = Meta()
     item: "OptionType | None" = None
 
@@ -118,6 +119,7 @@ def read_type(annotation: Any) -> OptionType:
         is_bytes=is_marked(annotation, BYTES),
         is_secret=is_marked(annotation, SECRET),
         choices=choices,
+        spellings=(limits.extra or {}).get("spellings", {}),
         limits=limits,
         item=item,
     )
@@ -221,6 +223,8 @@ def _checked(value: Any, option: OptionType) -> Any:
             if not isinstance(value, bool):
                 raise ValueError(value)
         case Kind.CHOICE:
+            if isinstance(value, str):
+                value = option.spellings.get(value, value)
             if value not in option.choices:
                 raise ValueError(value)
         case Kind.TEXT:

@@ -7,6 +7,7 @@ are handled in one place. The tree itself is in `config.py`.
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +22,9 @@ from jaxpaged.option_values import OptionType, read_type, read_value, shorten, t
 ENV_PREFIX = "JAXPAGED_"
 ENV_NOT_OPTIONS = frozenset({"JAXPAGED_HOME", "JAXPAGED_CONFIG"})
 """Variables of ours that are places and not options: the cache folder, and the file that `--config` names."""
+
+_SERVICE_LINK = re.compile(ENV_PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+"""What Kubernetes and Docker's links set in every container beside a service called jaxpaged; so is JAXPAGED_PORT, to a URL."""
 
 MAX_CONFIG_BYTES = 2**20
 
@@ -269,8 +273,12 @@ def _flatten(values: Mapping[str, Any], *, source: str) -> dict[str, tuple[Any, 
 
 
 def _unknown(key: str, source: str) -> ConfigError:
-    known = [*option_table(), *ALIASES]
-    near = nearest(key.replace("-", "_"), known)
+    key_path = key.replace("-", "_")
+    section, dot, _ = key_path.partition(".")
+    # A word alone may be meant for a section as a whole, and a dotted one belongs into its section.
+    known = [*option_table(), *ALIASES, *sections()]
+    near = nearest(key_path, [path for path in option_table() if path.startswith(f"{section}.")]) if dot and section in sections() else None
+    near = near or next(iter(difflib.get_close_matches(key_path, sections(), n=1, cutoff=0.8)), None) or nearest(key_path, known)
     return ConfigError(f"unknown {source}: {shorten(key)}" + (f"; the nearest is {near}" if near else ""), param=shorten(key))
 
 
@@ -279,7 +287,9 @@ def _read_env(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     by_path: dict[str, str] = {}
     found: dict[str, tuple[Any, str]] = {}
     for name, text in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX) or name in ENV_NOT_OPTIONS:
+        if not name.startswith(ENV_PREFIX) or name in ENV_NOT_OPTIONS or _SERVICE_LINK.fullmatch(name):
+            continue
+        if name == ENV_PREFIX + "PORT" and "://" in text:
             continue
         key = name[len(ENV_PREFIX) :].lower()
         path = key.replace("__", ".", 1) if "__" in key else ALIASES.get(key, "")

@@ -154,6 +154,11 @@ class OpenRequest:
         return 0 if self.request.pooling is not None else sum(answer.sequence.num_output_tokens for answer in self.answers)
 
     @property
+    def num_longest_tokens(self) -> int:
+        """Tokens of the longest answer so far."""
+        return 0 if self.request.pooling is not None else max(answer.sequence.num_output_tokens for answer in self.answers)
+
+    @property
     def finish_reason(self) -> FinishReason:
         """Why the whole request ended: the least happy end of a sample."""
         reasons = {answer.sequence.finish_reason for answer in self.answers}

@@ -4,7 +4,8 @@ docs/sampling.md shows the table; a test holds the two together. Every refusal n
 """
 
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxpaged.errors import InvalidRequestError
@@ -87,6 +88,18 @@ def check_fields(params: Any) -> None:
         if value is None and limit.is_optional:
             continue
         _CHECKS[limit.kind](limit, value)
+
+
+def plain_numbers(params: Any) -> Iterator[tuple[str, int | float]]:
+    """Fields of a `SamplingParams` whose number is of another library (numpy's), with Python's own of the same value."""
+    for limit in LIMITS:
+        value = getattr(params, limit.field)
+        if value is None or isinstance(value, int | float) and type(value) in (bool, int, float):
+            continue
+        if limit.kind == "number" and isinstance(value, numbers.Real):
+            yield limit.field, float(value)
+        elif limit.kind == "integer" and isinstance(value, numbers.Integral):
+            yield limit.field, int(value)
 
 
 def range_of(limit: Limit) -> str:

@@ -12,7 +12,7 @@ from jaxpaged.errors import InvalidRequestError
 from jaxpaged.param_limits import MAX_BAD_WORDS as MAX_BAD_WORDS
 from jaxpaged.param_limits import MAX_LOGPROBS as MAX_LOGPROBS
 from jaxpaged.param_limits import MAX_SAMPLES as MAX_SAMPLES
-from jaxpaged.param_limits import MAX_SEED, check_fields, show
+from jaxpaged.param_limits import MAX_SEED, check_fields, plain_numbers, show
 from jaxpaged.param_limits import MAX_STOP_TOKEN_IDS as MAX_STOP_TOKEN_IDS
 
 GREEDY_TEMPERATURE = 1e-5
@@ -113,6 +113,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, dict):
             msgspec.structs.force_setattr(self, "logit_bias", {_as_id(key): value for key, value in self.logit_bias.items()})
+        for field, plain in plain_numbers(self):
+            msgspec.structs.force_setattr(self, field, plain)
         check_fields(self)
         if self.logit_bias is not None:
             msgspec.structs.force_setattr(self, "logit_bias", {key: float(value) for key, value in self.logit_bias.items()})
@@ -128,6 +130,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequestError("structured_outputs are not supported yet: leave the field out", param="structured_outputs")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+
+    def clone(self) -> "SamplingParams":
+        """Itself, as it cannot be changed; `msgspec.structs.replace(params, temperature=0.5)` makes another."""
+        return self
 
     @property
     def has_penalty(self) -> bool:

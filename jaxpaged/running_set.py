@@ -50,7 +50,11 @@ class RunningSet:
 
     @property
     def has_returning(self) -> bool:
-        """Whether pages come back when the steps in flight do: of a sequence that ends, or behind a window."""
+        """Whether tables get shorter when the steps in flight come back: of a sequence that ends, or behind a window.
+
+        A page that another sequence holds too does not become free by that. Whoever waits for it waits for these steps only: when they
+        have come back nothing returns any more, and a victim is chosen.
+        """
         if self.has_ending:
             return True
         arithmetic = self._pages.arithmetic

@@ -56,6 +56,7 @@ class Scheduler:
         clock: monotonic seconds.
         policy: priorities, targets and limits of the queue; its sizes of a step are not looked at.
         token_buckets: token counts that steps are padded to, if they are: a step costs what its bucket costs.
+        takes_whole_prompts: no prompt is cut into chunks, as encoders need it; none may be longer than the token budget then.
 
     Raises:
         ConfigError: a limit is not positive, or contradicts another.
@@ -71,6 +72,7 @@ class Scheduler:
         clock: Callable[[], float],
         policy: SchedulerConfig = DEFAULT_POLICY,
         token_buckets: tuple[int, ...] = (),
+        takes_whole_prompts: bool = False,
     ) -> None:
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len}
         for name, limit in limits.items():
@@ -88,7 +90,7 @@ class Scheduler:
         self._samples = SampleGroups(page_manager)
         self._running = RunningSet(page_manager, self.max_num_seqs)
         self._rows = RunningRows(page_manager, self._queue, self._running)
-        self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget)
+        self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget, takes_whole_prompts)
         self._unfinished: dict[str, Sequence] = {}
         self._in_flight: deque[ScheduledStep] = deque()
         self._is_paused = self._is_draining = False

@@ -1,10 +1,10 @@
 """Room 5: the step as one function of arrays (model, sampler, log-probabilities), and its lowering for a bucket."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
@@ -12,20 +12,43 @@ from jaxpaged.config import LogprobsMode
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
-from jaxpaged.models import Family
+from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of
 from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
 
 
 class LoadedModel(NamedTuple):
-    """A model's structure and weights: parameter leaves in the order of the structure."""
+    """A model's facts and weights: parameter leaves in the order of its structure, which is made when it is first asked for."""
 
-    family: Family
-    config: Any
-    graphdef: Any
-    treedef: Any
+    facts: ModelFacts
+    structure: Callable[[], ModelStructure]
     params: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, structure: ModelStructure, params: tuple[jax.Array, ...]) -> "LoadedModel":
+        """A model whose structure is there already."""
+        return cls(facts_of(structure.config), lambda: structure, params)
+
+    @property
+    def family(self) -> Any:
+        """The family's module."""
+        return self.structure().family
+
+    @property
+    def config(self) -> Any:
+        """The family's `Config`."""
+        return self.structure().config
+
+    @property
+    def graphdef(self) -> Any:
+        """What `nnx.merge` takes beside the parameters."""
+        return self.structure().graphdef
+
+    @property
+    def treedef(self) -> Any:
+        """How the leaves make up the parameters' tree."""
+        return self.structure().treedef
 
     @property
     def weight_bytes(self) -> int:
@@ -58,19 +81,22 @@ class StepProgram:
         traced: TracedPrograms,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        self._graphdef, self._treedef = model.graphdef, model.treedef
+        self._structure = model.structure
         self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
-        self._vocab, self._embed = model.config.vocab, model.config.embed
-        self._fixed = (type(model.config).__module__, model.config, cache_shape, num_ids, logprobs_mode)
+        self._vocab, self._embed = model.facts.vocab, model.facts.embed
+        self._fixed = (model.facts.words, cache_shape, num_ids, logprobs_mode)
         self._traced = traced
 
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         """Lowers the step for one layout."""
 
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
+            from flax import nnx  # late: it is needed only where a program is traced
+
             batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
-            model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, params))
+            structure = self._structure()
+            model = nnx.merge(structure.graphdef, jax.tree.unflatten(structure.treedef, params))
             hidden, cache = model(state.cache, batch)
             rows, targets = batch.sampling, batch.target_slots
             logits = model.logits(hidden[batch.sample_tokens])

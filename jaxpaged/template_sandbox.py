@@ -1,17 +1,17 @@
 """Where chat templates run: Jinja's immutable sandbox, with what transformers offers them, and with bounds on memory.
 
-No value grows past `MAX_CHARS` characters or items: each operation that can make a long value out of short ones is looked at before
-it is done. What only takes time is stopped from outside, see `time_limit`.
+Each operation that can make a long value out of short ones, write one out, or keep one for later is looked at before it is done
+(`template_sizes`). What only takes time is stopped from outside, see `time_limit`.
 """
 
 import functools
 import json
-import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -20,33 +20,31 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_CHARS = 16_000_000
-"""Characters of a text, or items of a list, that a template may make; the rendered conversation included."""
-MAX_INT_BITS = 4096
-MAX_INDENT = 256
-MAX_FORMAT_WIDTH = 99_999
+from jaxpaged.template_sizes import (
+    FILTER_CHECKS,
+    MAX_INT_BITS,
+    METHOD_CHECKS,
+    TooLargeError,
+    check_format,
+    check_product,
+    check_size,
+    check_tojson,
+    own_size,
+    text_size,
+)
 
-
-_FIELD = re.compile(r"%(?:\([^)]*\))?([-#0 +\d.*]*)|\{[^{}:]*:([^{}]*)")
-"""Flags, width and precision of a field: of `%5.2f` and of `{:>4}`. Digits of the text around it are nobody's width."""
-_TAKES_WIDTH = re.compile(r"%(?:\([^)]*\))?[-#0 +\d.]*\*|\{[^{}]*:[^{}]*\{")
+MAX_KEPT_BYTES = 128_000_000
+"""Of all lists and objects that one rendering makes, about, and of the texts that it puts into them."""
+PLACE_BYTES, ITEM_BYTES, PAIR_BYTES, CHAR_BYTES = 8, 40, 120, 2
+"""Of an item that was there before, of an item that is new, of an object's key and value, and of a character."""
+MAX_CALL_DEPTH = 64
+"""Calls of macros within calls; each may hold values of its own."""
+NO_BYTES = ((str, "encode"), (int, "to_bytes"))
+"""Methods that give bytes, which no template needs and no check here knows."""
 
 
 class RefusalError(TemplateError):
     """The template called `raise_exception`."""
-
-
-class TooLargeError(TemplateError):
-    """The template makes a value that is too large."""
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_CHARS:
-        raise TooLargeError(f"it makes a value of {size} characters or items, and at most {MAX_CHARS} are allowed")
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
 
 
 def _raise_exception(message: Any) -> None:
@@ -64,14 +62,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    if isinstance(indent, int):
-        _check_indent(indent)
+    check_tojson(value, indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _check_indent(width: Any) -> None:
-    if _size(width) > MAX_INDENT or (isinstance(width, int) and width > MAX_INDENT):
-        raise TooLargeError(f"an indent is at most {MAX_INDENT} wide")
 
 
 class _TemplateDict:
@@ -116,14 +108,42 @@ class _GenerationBlock(Extension):
 
 
 class _Code(CodeGenerator):
-    """Sends `a ~ b` through the environment, as the sandbox does with other operators."""
+    """Sends `a ~ b` and what is written as a list or an object through the environment, as the sandbox does with other operators."""
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self.write("environment.made(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("environment.made(")
+        super().visit_Dict(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx != "load":
+            super().visit_Tuple(node, frame)
+            return
+        self.write("environment.made(")
+        super().visit_Tuple(node, frame)
+        self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.concat(map(str, (")
+        self.write("environment.concat(map(environment.text, (")
         for argument in node.nodes:
             self.visit(argument, frame)
             self.write(", ")
         self.write(")))")
+
+
+def checked[T](value: T) -> T:
+    """The value, if it is not too large. Raises TooLargeError."""
+    text_size(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(checked(value))
 
 
 def _concat(parts: Iterable[str]) -> str:
@@ -131,9 +151,21 @@ def _concat(parts: Iterable[str]) -> str:
     kept, size = [], 0
     for part in parts:
         size += len(part)
-        _check_size(size)
+        check_size(size)
         kept.append(part)
     return "".join(kept)
+
+
+class _Used(threading.local):
+    """What the rendering of this thread has used.
+
+    Attributes:
+        depth: calls within calls now.
+        num_bytes: of `MAX_KEPT_BYTES`.
+    """
+
+    depth = 0
+    num_bytes = 0
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -142,38 +174,74 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _Code
     concat = staticmethod(_concat)
+    text = staticmethod(_text)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols], finalize=checked)
+        self._used = _Used()
         self.filters["tojson"] = _tojson
-        for name, check in _FILTER_CHECKS.items():
-            self.filters[name] = _guarded(self.filters[name], check)
+        for name, check in FILTER_CHECKS.items():
+            self.filters[name] = self._guarded(self.filters[name], check)
         self.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_TemplateDict(), namespace=_TemplateNamespace
         )
 
+    def run(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """What one of this environment's templates makes of the variables. Raises whatever its expressions can raise."""
+        self._used.depth = self._used.num_bytes = 0
+        return template.render(variables)
+
+    def kept[T](self, value: T, item_bytes: int = ITEM_BYTES) -> T:
+        """A value that may be kept for later. Raises TooLargeError when there are too many lists and objects already."""
+        if isinstance(value, list | tuple | dict):
+            self._take(len(value) * (PAIR_BYTES if isinstance(value, dict) else item_bytes))
+        return value
+
+    def made[T](self, value: T) -> T:
+        """A list or an object that the template wrote, or what it had one made of: its texts are kept with it."""
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        self._take(sum([ITEM_BYTES + CHAR_BYTES * len(part) if isinstance(part, str) else ITEM_BYTES for part in parts]))
+        return value
+
+    def _take(self, num_bytes: int) -> None:
+        self._used.num_bytes += num_bytes
+        if self._used.num_bytes > MAX_KEPT_BYTES:
+            raise TooLargeError(f"its lists and objects take more than {MAX_KEPT_BYTES} bytes together")
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """The operators by which a value can outgrow its parts."""
         if operator == "+":
-            _check_size(_size(left) + _size(right))
+            check_size(own_size(left) + own_size(right))
         elif operator == "%":
             if isinstance(left, str):
-                _check_format(left, right if isinstance(right, tuple) else (right,))
-        elif operator == "*" and (_size(left) or _size(right)):
-            count = right if isinstance(right, int) else left if isinstance(left, int) else 0
-            _check_size((_size(left) + _size(right)) * count)
+                check_format(left, right if isinstance(right, tuple) else (right,))
+        elif operator == "*" and (own_size(left) or own_size(right)):
+            check_product(left, right)
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_INT_BITS:
                 raise TooLargeError(f"it makes a number of more than {MAX_INT_BITS} bits")
-        return super().call_binop(context, operator, left, right)
+        return self.kept(super().call_binop(context, operator, left, right), PLACE_BYTES)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Methods of texts that can make long ones."""
+        """Looks at methods of texts that can make long ones, and at how deep macros call each other."""
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", None)
-        if isinstance(owner, str) and name in _METHOD_CHECKS:
-            _METHOD_CHECKS[name](owner, *args, **kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        if isinstance(owner, str) and name in METHOD_CHECKS:
+            METHOD_CHECKS[name](owner, *args, **kwargs)
+        if isinstance(__obj, _TemplateDict) or __obj is _TemplateNamespace:
+            __self.made((*args, *kwargs.values()))
+        depth = __self._used.depth
+        if depth >= MAX_CALL_DEPTH:
+            raise TooLargeError(f"its calls are nested more than {MAX_CALL_DEPTH} deep")
+        __self._used.depth = depth + 1
+        try:
+            return __self.kept(super().call(__context, __obj, *args, **kwargs))
+        finally:
+            __self._used.depth = depth
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the sandbox does, and nothing that gives bytes."""
+        return super().is_safe_attribute(obj, attr, value) and not any(isinstance(obj, kind) and attr == name for kind, name in NO_BYTES)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """As the sandbox does, with widths that are bounded."""
@@ -181,91 +249,19 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if wrapped is None:
             return None
 
-        def checked(*args: Any, **kwargs: Any) -> str:
+        def looked_at(*args: Any, **kwargs: Any) -> str:
             is_mapping = value.__name__ == "format_map" and args and isinstance(args[0], Mapping)
-            _check_format(value.__self__, (*(args[0].values() if is_mapping else args), *kwargs.values()))
+            check_format(value.__self__, (*(args[0].values() if is_mapping else args), *kwargs.values()))
             return wrapped(*args, **kwargs)
 
-        return checked
+        return looked_at
 
+    def _guarded(self, filter_: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+        takes_environment = hasattr(filter_, "jinja_pass_arg")
 
-def _guarded(filter_: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    takes_environment = hasattr(filter_, "jinja_pass_arg")
+        @functools.wraps(filter_)  # which also keeps what the filter wants to be given first
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            check(*args[1 if takes_environment else 0 :], **kwargs)
+            return self.kept(filter_(*args, **kwargs))
 
-    @functools.wraps(filter_)  # which also keeps what the filter wants to be given first
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(*args[1 if takes_environment else 0 :], **kwargs)
-        return filter_(*args, **kwargs)
-
-    return checked
-
-
-def _check_width(value: Any, width: Any = 0, *_: Any, **__: Any) -> None:
-    if isinstance(width, int):
-        _check_size(width)
-
-
-def _check_indent_filter(value: Any, width: Any = 4, *_: Any, **__: Any) -> None:
-    _check_indent(width)
-    _check_size(_size(value) + str(value).count("\n") * (width if isinstance(width, int) else _size(width)))
-
-
-def _check_replace(value: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
-    text, old, new = str(value), str(old), str(new)
-    _check_size(len(text) + text.count(old) * len(new))
-
-
-def _check_join(separator: Any, values: Any = (), *_: Any, **__: Any) -> None:
-    if isinstance(values, list | tuple):
-        _check_size(sum(len(str(value)) for value in values) + len(values) * _size(separator))
-
-
-def _check_join_filter(values: Any, d: Any = "", *_: Any, **__: Any) -> None:
-    _check_join(str(d), values)
-
-
-def _check_expandtabs(text: str, tabsize: Any = 8, *_: Any, **__: Any) -> None:
-    if isinstance(tabsize, int):
-        _check_size(len(text) + text.count("\t") * max(tabsize, 0))
-
-
-def _check_translate(text: str, table: Any = None, *_: Any, **__: Any) -> None:
-    longest = max((_size(value) for value in table.values()), default=0) if isinstance(table, Mapping) else 0
-    _check_size(len(text) * max(longest, 1))
-
-
-def _check_format_filter(value: Any, *args: Any, **kwargs: Any) -> None:
-    _check_format(str(value), (*args, *kwargs.values()))
-
-
-def _check_format(format_: str, values: Iterable[Any]) -> None:
-    """Widths and precisions are written in the format's fields, or taken from a value (`*`, `{:{}}`)."""
-    values = tuple(values)
-    widths = [int(number) for groups in _FIELD.findall(format_) for field in groups for number in re.findall(r"\d+", field)]
-    if _TAKES_WIDTH.search(format_):
-        widths += [abs(value) for value in values if isinstance(value, int)]
-    if any(width > MAX_FORMAT_WIDTH for width in widths):
-        raise TooLargeError(f"a format's width is at most {MAX_FORMAT_WIDTH}")
-    longest = max((len(str(value)) for value in values if isinstance(value, str | list | tuple | dict)), default=0)
-    _check_size(len(format_) + (format_.count("%") + format_.count("{")) * longest + sum(widths))
-
-
-_FILTER_CHECKS: dict[str, Callable[..., None]] = {
-    "batch": _check_width,
-    "center": _check_width,
-    "format": _check_format_filter,
-    "indent": _check_indent_filter,
-    "join": _check_join_filter,
-    "replace": _check_replace,
-    "slice": _check_width,
-}
-_METHOD_CHECKS: dict[str, Callable[..., None]] = {
-    "center": _check_width,
-    "expandtabs": _check_expandtabs,
-    "join": _check_join,
-    "ljust": _check_width,
-    "replace": _check_replace,
-    "rjust": _check_width,
-    "translate": _check_translate,
-    "zfill": _check_width,
-}
+        return looked_at

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, overload
 
 import tokenizers
 
@@ -11,10 +11,27 @@ from jaxpaged.chat_template import TIMEOUT_S, ChatTemplate, check_messages, plai
 from jaxpaged.control_tokens import ControlTokens
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.token_bytes import TokenBytes, max_bytes_per_token
-from jaxpaged.tokenizer_files import StoredTokenizer, load_folder
+from jaxpaged.tokenizer_files import StoredTokenizer, bytes_alone, has_tokenizer, load_folder
 
 if TYPE_CHECKING:
     from jaxpaged.loading.sources import ModelFiles
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as the chat template wrote it.
+
+    Attributes:
+        pieces: texts, and between them the ids of control tokens that the template wrote where users spelled some as text.
+        is_plain: control tokens that the texts spell are text.
+    """
+
+    pieces: Sequence[str | int]
+    is_plain: bool
+
+    @property
+    def texts(self) -> list[str]:
+        """The pieces that are text."""
+        return [piece for piece in self.pieces if isinstance(piece, str)]
 
 
 class Tokenizer:
@@ -49,13 +66,21 @@ class Tokenizer:
         self.chat_template: Final = None if source is None else ChatTemplate(source, bos, eos)
 
     @classmethod
-    def from_files(cls, files: "ModelFiles", *, chat_template: str | None = None, template_timeout_s: float = TIMEOUT_S) -> "Tokenizer":
+    def from_files(
+        cls,
+        files: "ModelFiles",
+        *,
+        chat_template: str | None = None,
+        template_timeout_s: float = TIMEOUT_S,
+        may_be_missing: bool = False,
+    ) -> "Tokenizer":
         """The tokenizer of a model that `loading.sources.resolve` found.
 
         Args:
             files: where they lie.
             chat_template: the option of that name: a file or a template, in place of the model's own.
             template_timeout_s: what one rendering may take.
+            may_be_missing: whether a folder without a tokenizer has one of 256 tokens, one a byte.
 
         Raises:
             CheckpointError: a file is missing or malformed.
@@ -65,7 +90,9 @@ class Tokenizer:
         """
         source = None if chat_template is None else read_chat_template(chat_template)
         path = files.path if files.tokenizer_path is None else files.tokenizer_path
-        if path.is_dir() or path.name == "tokenizer.json":
+        if may_be_missing and path.is_dir() and not has_tokenizer(path):
+            tokenizer = cls(bytes_alone(), chat_template=source)
+        elif path.is_dir() or path.name == "tokenizer.json":
             tokenizer = cls.from_folder(path if path.is_dir() else path.parent, chat_template=source)
         else:
             tokenizer = cls.from_gguf(path, files.cache_path, chat_template=source)
@@ -118,7 +145,56 @@ class Tokenizer:
         """One token alone, control tokens shown; a part of a character shows as U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", "replace")
 
+    @overload
     def apply_chat_template(
+        self,
+        /,
+        messages: Any,
+        *,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        /,
+        messages: Any,
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        /,  # a variable may have any name
+        messages: Any,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int] | str:
+        """Ids of a conversation, or without `tokenize` its text; see `ChatTemplate.render` for the other arguments.
+
+        The template alone decides about the begin token, since it writes it where the model was trained with one. Control tokens
+        that the messages or variables spell are text; in the text alone they look like those of the template.
+
+        Raises:
+            ChatTemplateError: there is no template, or as `ChatTemplate.render`.
+        """
+        rendered = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **variables
+        )
+        if tokenize:
+            return self.encode_chat(rendered)
+        return "".join(piece if isinstance(piece, str) else self.token_text(piece) for piece in rendered.pieces)
+
+    def render_chat(
         self,
         /,  # a variable may have any name
         messages: Any,
@@ -126,15 +202,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,
-    ) -> list[int]:
-        """Ids of a conversation; see `ChatTemplate.render` for the arguments.
-
-        The template alone decides about the begin token, since it writes it where the model was trained with one. Control tokens
-        that the messages or variables spell are text.
-
-        Raises:
-            ChatTemplateError: there is no template, or as `ChatTemplate.render`.
-        """
+    ) -> RenderedChat:
+        """A conversation, laid out and not yet in ids; arguments and errors as `apply_chat_template`."""
         if self.chat_template is None:
             raise ChatTemplateError("the model has no chat template: use plain prompts, or pass --chat-template FILE", param="messages")
         given = {"messages": check_messages(messages), "variables": plain_value(variables)}
@@ -147,10 +216,14 @@ class Tokenizer:
             **said["variables"],
         )
         if marked is None:
-            return self.encode(rendered, add_special_tokens=False)
-        pieces = self._control_tokens.cut(rendered, marked.mark)
-        encoded = iter(_encode(self._plain_backend, [piece for piece in pieces if isinstance(piece, str)], False))
-        return [index for piece in pieces for index in (next(encoded) if isinstance(piece, str) else [piece])]
+            return RenderedChat([rendered], is_plain=False)
+        return RenderedChat(self._control_tokens.cut(rendered, marked.mark), is_plain=True)
+
+    def encode_chat(self, rendered: RenderedChat) -> list[int]:
+        """Ids of what `render_chat` made. Raises InvalidRequestError for half of a surrogate pair."""
+        backend = self._plain_backend if rendered.is_plain else self._backend
+        encoded = iter(_encode(backend, rendered.texts, False))
+        return [index for piece in rendered.pieces for index in (next(encoded) if isinstance(piece, str) else [piece])]
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:

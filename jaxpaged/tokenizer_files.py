@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.tiktoken_files import CHATML, END_TOKENS, QWEN_TIKTOKEN, read_tiktoken
 
 
 class StoredTokenizer(NamedTuple):
@@ -17,6 +18,11 @@ class StoredTokenizer(NamedTuple):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer that `load_folder` reads."""
+    return any((folder / name).exists() for name in ("tokenizer.json", QWEN_TIKTOKEN))
 
 
 def load_folder(folder: Path) -> StoredTokenizer:
@@ -29,6 +35,8 @@ def load_folder(folder: Path) -> StoredTokenizer:
         CheckpointError: a file is missing or malformed; the message names it.
     """
     path = folder / "tokenizer.json"
+    if not path.is_file() and (folder / QWEN_TIKTOKEN).is_file():
+        return _load_qwen(folder)
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no tokenizer.json; let transformers write one (AutoTokenizer.from_pretrained(...).save_pretrained(...)) "
@@ -41,6 +49,25 @@ def load_folder(folder: Path) -> StoredTokenizer:
     bos = None if bos_token is None else backend.token_to_id(bos_token)
     eos = None if eos_token is None else backend.token_to_id(eos_token)
     return StoredTokenizer(backend, bos, () if eos is None else (eos,), _chat_template(folder, config))
+
+
+def _load_qwen(folder: Path) -> StoredTokenizer:
+    """Qwen 1's. Only chat models lay out conversations, and those name the layout in generation_config.json."""
+    backend = read_tiktoken(folder / QWEN_TIKTOKEN)
+    template = _chat_template(folder, _read_json(folder / "tokenizer_config.json"))
+    if template is None and _read_json(folder / "generation_config.json").get("chat_format") == "chatml":
+        template = CHATML
+    ends = tuple(index for name in END_TOKENS if (index := backend.token_to_id(name)) is not None)
+    return StoredTokenizer(backend, None, ends, template)
+
+
+def bytes_alone() -> StoredTokenizer:
+    """A tokenizer for models that have none: 256 tokens, one a byte, and no special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return StoredTokenizer(backend, None, (), None)
 
 
 def parse_tokenizer(content: bytes, path: Path) -> Tokenizer:

@@ -4,21 +4,20 @@ Tracing holds the interpreter lock and takes most of a warm start; what it makes
 """
 
 import contextlib
-import functools
 import hashlib
+import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 from jax import export
 
 from jaxpaged.loading.disk import make_private_folder
+from jaxpaged.source_digest import source_digest
 
-_PACKAGES = ("jaxpaged", "pallas_kernels")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 # Types that may stand among a program's arguments or results. The names are part of the files.
@@ -57,21 +56,9 @@ def _file_name(fixed: str, args: tuple[Any, ...], donate: int) -> str:
     shapes, treedef = jax.tree.flatten(args)
     device = jax.devices()[0]
     settings = sorted(jax.config.values.items())
-    versions = (jax.__version__, jax.lib.__version__, flax.__version__)
-    parts = (_source_digest(), versions, settings, device.platform, device.device_kind, fixed, str(treedef), str(shapes), donate)
+    versions = (jax.__version__, jax.lib.__version__, importlib.metadata.version("flax"))
+    parts = (source_digest(), versions, settings, device.platform, device.device_kind, fixed, str(treedef), str(shapes), donate)
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Changes with any line of the code that could be traced."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent
-    for package in _PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _read(path: Path) -> export.Exported | None:

@@ -23,10 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -36,7 +34,9 @@ from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, Schedul
 from jaxpaged.engine import Clocks, Engine
 from jaxpaged.intake import Intake
 from jaxpaged.kv_groups import FULL
+from jaxpaged.loading.model_config import settle
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_structure import make_structure
 from jaxpaged.models import llama
 from jaxpaged.request import RequestOutputKind, SamplingParams
 from jaxpaged.settings import StepLimits, decide_limits
@@ -103,19 +103,20 @@ def limits_for(seqs: int, max_model_len: int) -> StepLimits:
 
 def tiny_runner(limits: StepLimits, tokenizer: Tokenizer) -> ModelRunner:
     """A model so small that its step is nearly all dispatch."""
-    sizes = {"vocab": tokenizer.vocab_size, "embed": 8, "ffw": 8, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 8}
-    config = llama.Config(
-        **sizes,
-        max_positions=limits.max_model_len,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-        is_tied=True,
-        dtype=np.dtype(np.float32),
-        windows=(None,),
-    )
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
-    leaves, treedef = jax.tree.flatten(state)
-    model = LoadedModel(llama, config, graphdef, treedef, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
+    hf = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "max_position_embeddings": limits.max_model_len,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    config = llama.Config.from_hf(settle(hf, "the benchmark"), np.dtype(np.float32), limits.max_model_len)
+    structure = make_structure(llama, config)
+    model = LoadedModel.of(structure, tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in structure.expected.values()))
     return ModelRunner(model, limits=limits, cache=CacheConfig(memory=512 * MIB), num_ids=tokenizer.vocab_size, max_parallel=2)
 
 

@@ -1,26 +1,29 @@
 """How many events the HTTP layer sends: streams of an engine that takes no time, one token each at every step.
 
-    python scripts/bench_http.py [--streams 256] [--step-ms 10] [--seconds 10]
+    python scripts/bench_http.py [--streams 256] [--step-ms 10] [--seconds 10] [--chat] [--lockstep]
 
 The server runs in a process of its own over an engine without a model, which wakes the event loop once a step. Clients, in this process,
-read all streams and note when events come. Deltas are merged where the loop does not keep up, so that events get fewer while no token is
-lost. Printed: events and tokens a second, CPU time of the server's process for an event, gaps between events of a stream, and how long
-`/health` takes meanwhile. The last line is JSON.
+read all streams from plain sockets and note when events come. Deltas are merged where the loop does not keep up, so that events get fewer
+while no token is lost. Printed, of the time in which all streams are open: events a second, gaps between events of a stream, CPU time for
+an event of the event loop's thread and of the whole server's process (with the engine's thread, which makes the tokens), and how long
+`/health` takes meanwhile, asked by a third process. The last line is JSON.
 """
 
 import argparse
 import asyncio
-import contextlib
+import itertools
 import json
 import multiprocessing
-import resource
+import re
+import select
+import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -40,12 +43,12 @@ WORD = " word"
 
 
 class PacedEngine:
-    """Gives every open request a token at each step."""
+    """Gives every open request a token at each step, once so many are open; `waits`: not before the last one was sent."""
 
     max_model_len = 1_000_000
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: float, num_streams: int, *, waits: bool) -> None:
+        self._step_s, self._num_streams, self._waits = step_s, num_streams, waits
         self._open: dict[str, tuple[Mailbox, int]] = {}
         self._tokenizer = byte_level()
         threading.Thread(target=self._run, daemon=True).start()
@@ -55,6 +58,17 @@ class PacedEngine:
     ) -> Generation:
         """See `EngineClient`."""
         return Generation(lambda _: self._outputs(params or SamplingParams(), str(request_id)))
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """See `EngineClient`."""
+        return [5, 6, 7]
 
     async def prompt_ids(self, prompt: Any, *, add_special_tokens: bool = True) -> list[int]:
         """See `EngineClient`."""
@@ -83,6 +97,8 @@ class PacedEngine:
             self._open.pop(request_id, None)
 
     def _run(self) -> None:
+        while len(self._open) < self._num_streams:
+            time.sleep(0.01)
         step, due_s = 0, time.monotonic()
         while True:
             step, due_s = step + 1, due_s + self._step_s
@@ -108,7 +124,10 @@ class PacedEngine:
                     )
                 )
             if puts:
-                puts[0][0].loop.call_soon_threadsafe(_deliver, puts)
+                loop = puts[0][0].loop
+                loop.call_soon_threadsafe(_deliver, puts)
+                if self._waits:
+                    asyncio.run_coroutine_threadsafe(_sent(), loop).result()
 
 
 def _deliver(puts: list[tuple[Mailbox, RequestOutput]]) -> None:
@@ -116,110 +135,146 @@ def _deliver(puts: list[tuple[Mailbox, RequestOutput]]) -> None:
         mailbox.put(output)
 
 
-def cpu_s() -> float:
-    """CPU seconds of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+async def _sent() -> None:
+    """Returns when the streams have had their turns."""
+    for _ in range(8):
+        await asyncio.sleep(0)
 
 
-def serve(step_s: float, pipe: Connection) -> None:
-    """The server's process: tells its port, serves until asked, and tells the CPU seconds that took."""
+class Cpu(NamedTuple):
+    """CPU seconds so far: of the whole process, and of the thread that asks, which is the event loop's."""
+
+    process_s: float
+    loop_s: float
+
+
+def cpu_now() -> Cpu:
+    """Called on the event loop."""
+    return Cpu(time.process_time(), time.thread_time())
+
+
+def serve(step_s: float, num_streams: int, waits: bool, pipe: Connection) -> None:
+    """The server's process: tells its port, serves until asked, and tells the CPU seconds from when all streams had begun."""
     service = Service(Config(log=LogConfig(level="error")))
-    engine: Any = PacedEngine(step_s)
+    engine: Any = PacedEngine(step_s, num_streams, waits=waits)
     service.attach(engine)
+
+    async def word_of_client() -> None:
+        while not pipe.poll():
+            await asyncio.sleep(0.02)
+        pipe.recv()
 
     async def main() -> None:
         sockets = bind_port("127.0.0.1", 0)
         server = HttpServer(behind_front(create_app(service), service, ApiKeys(())), service.config.server, sockets)
         running = asyncio.create_task(server.serve())
         await server.is_listening.wait()
-        before_s = cpu_s()
         pipe.send(sockets[0].getsockname()[1])
-        while not pipe.poll():
-            await asyncio.sleep(0.02)
-        pipe.recv()
-        pipe.send(cpu_s() - before_s)
+        await word_of_client()
+        before = cpu_now()
+        await word_of_client()
+        after = cpu_now()
+        pipe.send(Cpu(after.process_s - before.process_s, after.loop_s - before.loop_s))
+        await word_of_client()
         server.should_exit = True
         await running
 
     asyncio.run(main())
 
 
-class Reader(asyncio.Protocol):
+def ask_health(port: int, pipe: Connection) -> None:
+    """A process that asks for health until told to stop, and tells the seconds of each answer."""
+    took_s: list[float] = []
+    pipe.send("ready")
+    pipe.recv()  # all streams have begun
+    while not took_s or not pipe.poll(0.05):
+        asked_s = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            while connection.recv(65536):
+                pass
+        took_s.append(time.monotonic() - asked_s)
+    pipe.send(took_s)
+
+
+class Stream:
     """A client of one stream: counts events, and notes when they come."""
 
-    def __init__(self, path: str, body: bytes, done: asyncio.Event) -> None:
-        self._path, self._body, self._done = path, body, done
+    def __init__(self, port: int, path: str, body: bytes) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.socket.sendall(head.encode() + body)
+        self.socket.setblocking(False)
         self.times_s: list[float] = []
-        self.num_events = self.num_tokens = 0
-        self._rest = b""
+        self.num_events = 0
+        self._last = b""
+        self.num_tokens: int | None = None
+        """What the last event says; None: it has not come."""
 
-    def connection_made(self, transport: Any) -> None:
-        """See `asyncio.Protocol`."""
-        self._transport = transport
-        head = f"POST {self._path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(self._body)}\r\n\r\n"
-        transport.write(head.encode() + self._body)
-
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        text = self._rest + data
-        whole, _, self._rest = text.rpartition(b"\n\n")
-        num = whole.count(b"data: {")
-        if num:
-            self.num_events += num
-            self.num_tokens += whole.count(WORD.encode())
-            self.times_s.append(time.monotonic())
-        if b"[DONE]" in text:
-            self._done.set()
-            self._transport.close()
+    def read(self) -> bool:
+        """Takes what is there; whether it was the end."""
+        data = self.socket.recv(65536)
+        assert data, "the server closed"
+        self.num_events += data.count(b"\n\n")
+        self.times_s.append(time.monotonic())
+        before, self._last = self._last, data
+        if b"[DONE]" not in data:
+            return False
+        found = re.search(rb'"completion_tokens":(\d+)', before + data)
+        assert found, "a stream without its counts"
+        self.num_tokens = int(found[1])
+        return True
 
 
-async def measure(port: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Opens all streams, reads them to their ends, and asks for health meanwhile."""
-    loop = asyncio.get_running_loop()
+def measure(port: int, options: argparse.Namespace, server: Connection, health: Connection) -> dict[str, Any]:
+    """Opens all streams and reads them to their ends."""
     num_tokens = int(options.seconds * 1000 / options.step_ms)
-    body = json.dumps({"prompt": "x", "max_tokens": num_tokens, "stream": True}).encode()
-    dones = [asyncio.Event() for _ in range(options.streams)]
-    began_s = time.monotonic()
-    readers = []
-    for done in dones:
-        _, reader = await loop.create_connection(lambda done=done: Reader("/v1/completions", body, done), "127.0.0.1", port)
-        readers.append(reader)
-    health_s: list[float] = []
-
-    async def ask_health() -> None:
-        while True:
-            asked_s = time.monotonic()
-            stream, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            await stream.read()
-            writer.close()
-            health_s.append(time.monotonic() - asked_s)
-            await asyncio.sleep(0.05)
-
-    asking = asyncio.create_task(ask_health())
-    await asyncio.gather(*(done.wait() for done in dones))
-    seconds = time.monotonic() - began_s
-    asking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asking
-    gaps_s = sorted(after - before for reader in readers for before, after in zip(reader.times_s, reader.times_s[1:], strict=False))
-    events = sum(reader.num_events for reader in readers)
-    tokens = sum(reader.num_tokens for reader in readers)
-    assert tokens == num_tokens * options.streams, "tokens were lost"
-    health_s.sort()
+    body: dict[str, Any] = {"max_tokens": num_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"messages": [{"role": "user", "content": "x"}]} if options.chat else {"prompt": "x"}
+    path = "/v1/chat/completions" if options.chat else "/v1/completions"
+    poll = select.epoll()
+    by_number: dict[int, Stream] = {}
+    for _ in range(options.streams):
+        stream = Stream(port, path, json.dumps(body).encode())
+        by_number[stream.socket.fileno()] = stream
+        poll.register(stream.socket.fileno(), select.EPOLLIN)
+    streams = list(by_number.values())
+    num_open, begun_s, num_before = len(streams), None, 0
+    while num_open:
+        for number, _ in poll.poll():
+            if by_number[number].read():
+                poll.unregister(number)
+                num_open -= 1
+                if num_open == len(streams) - 1:
+                    server.send("the first one has ended")
+                    ended_s, num_after = time.monotonic(), sum(stream.num_events for stream in streams)
+        if begun_s is None and all(stream.num_events for stream in streams):
+            for pipe in (server, health):
+                pipe.send("all have begun")
+            begun_s, num_before = time.monotonic(), sum(stream.num_events for stream in streams)
+    for stream in streams:
+        stream.socket.close()
+    assert begun_s is not None, "streams ended before all had begun: give it more seconds"
+    health.send("end")
+    health_s, cpu = sorted(health.recv()), server.recv()
+    server.send("end")
+    assert all(stream.num_tokens == num_tokens for stream in streams), "tokens were lost"
+    times_s = [[moment for moment in stream.times_s if begun_s <= moment <= ended_s] for stream in streams]
+    gaps_s = sorted(after - before for times in times_s for before, after in itertools.pairwise(times))
+    seconds, events = ended_s - begun_s, num_after - num_before
+    num_told = sum(stream.num_events - 2 for stream in streams)  # the counts and the end are no tokens
     return {
         "streams": options.streams,
         "step_ms": options.step_ms,
         "seconds": round(seconds, 2),
         "events_per_s": round(events / seconds),
-        "tokens_per_s": round(tokens / seconds),
-        "merged_percent": round(100 * (1 - events / tokens), 1),
+        "merged_percent": round(100 * (1 - num_told / (num_tokens * len(streams))), 1),
         "gap_p50_ms": round(1000 * gaps_s[len(gaps_s) // 2], 2),
         "gap_p99_ms": round(1000 * gaps_s[int(len(gaps_s) * 0.99)], 2),
         "health_p50_ms": round(1000 * health_s[len(health_s) // 2], 1),
         "health_p99_ms": round(1000 * health_s[int(len(health_s) * 0.99)], 1),
-        "events": events,
+        "loop_cpu_us_per_event": round(1e6 * cpu.loop_s / events, 1),
+        "server_cpu_us_per_event": round(1e6 * cpu.process_s / events, 1),
     }
 
 
@@ -229,15 +284,21 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--chat", action="store_true", help="chat completions instead of completions")
+    parser.add_argument("--lockstep", action="store_true", help="no step before the last one is sent: nothing is merged, whoever lags")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(options.step_ms / 1000, theirs), daemon=True)
-    process.start()
-    result = asyncio.run(measure(ours.recv(), options))
-    ours.send("end")
-    result["server_cpu_us_per_event"] = round(1e6 * ours.recv() / result.pop("events"), 1)
-    process.join(10)
+    server = context.Process(target=serve, args=(options.step_ms / 1000, options.streams, options.lockstep, theirs), daemon=True)
+    server.start()
+    port = ours.recv()
+    to_health, of_health = context.Pipe()
+    asking = context.Process(target=ask_health, args=(port, of_health), daemon=True)
+    asking.start()
+    to_health.recv()
+    result = measure(port, options, ours, to_health)
+    for process in (asking, server):
+        process.join(10)
     for name, value in result.items():
         print(f"{name:<26}{value}")
     print(json.dumps(result))

@@ -2,8 +2,10 @@
 
     python scripts/bench_http_model.py [--streams 16] [--tokens 64] [--rounds 5] [--model smollm2-135m]
 
-Clients over HTTP are a process of their own. Printed are the median tokens per second of both ways and by how much the second one is
-slower; the last line is JSON. Rounds alternate, so that what else the machine does falls on both.
+Clients over HTTP are a process of their own. Printed are, of both ways, the median tokens per second, the median processor time of this
+process for a token, and the median number of the engine's steps: clients that come one after another are served in more of them. Then by how
+much the second way takes longer, more processor time, and more for each step; the last line is JSON. Rounds alternate, so that what else the
+machine does falls on both.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
 from jaxpaged.request import SamplingParams
@@ -87,7 +90,19 @@ def main() -> None:
         compilation=CompilationConfig(token_buckets=(16, 32, 64, 128)),
         log=LogConfig(level="error"),
     )
-    service = Service(config)
+    num_steps = 0
+
+    class Steps:
+        """Counts them."""
+
+        def __call__(self, event: events.Event, /) -> None:
+            nonlocal num_steps
+            num_steps += isinstance(event, events.StepFinished)
+
+        def close(self) -> None:
+            """See `events.Sink`."""
+
+    service = Service(config, sinks=(Steps(),))
     with AsyncLLM(config=config, sinks=[service.emit]) as engine:
         service.attach(engine)
         sockets = bind_port("127.0.0.1", 0)
@@ -100,23 +115,31 @@ def main() -> None:
         process.start()
         theirs.close()  # so that the end of a client that fails is noticed
         seconds: dict[str, list[float]] = {"async_llm": [], "http": []}
+        cpu: dict[str, list[float]] = {"async_llm": [], "http": []}
+        steps: dict[str, list[int]] = {"async_llm": [], "http": []}
         for round_ in range(options.rounds + 1):
             for way in seconds if round_ % 2 else reversed(list(seconds)):
                 first = (2 * round_ + (way == "http")) * options.streams
                 prompts = [prompt_of(first + index) for index in range(options.streams)]
+                cpu_s, steps_before = time.process_time(), num_steps
                 if way == "http":
                     ours.send((prompts, options.tokens))
                     took_s = ours.recv()
                 else:
                     took_s = asyncio.run(directly(engine, prompts, options.tokens))
-                print(f"round {round_}: {way} {took_s:.2f} s", file=sys.stderr)
+                cpu_s = time.process_time() - cpu_s
+                print(f"round {round_}: {way} {took_s:.2f} s, processor {cpu_s:.2f} s", file=sys.stderr)
                 if round_:  # the first one warms up
                     seconds[way].append(took_s)
+                    cpu[way].append(cpu_s)
+                    steps[way].append(num_steps - steps_before)
         ours.send(None)
         process.join(10)
         server.should_exit = True
         serving.join(10)
     medians = {way: statistics.median(values) for way, values in seconds.items()}
+    cpu_medians = {way: statistics.median(values) for way, values in cpu.items()}
+    per_step = {way: statistics.median(c / n for c, n in zip(cpu[way], steps[way], strict=True)) for way in cpu}
     num_tokens = options.streams * options.tokens
     result = {
         "streams": options.streams,
@@ -124,6 +147,10 @@ def main() -> None:
         "rounds": options.rounds,
         **{f"{way}_tokens_per_s": round(num_tokens / value, 1) for way, value in medians.items()},
         "http_slower_percent": round(100 * (medians["http"] / medians["async_llm"] - 1), 1),
+        **{f"{way}_cpu_ms_per_token": round(1000 * value / num_tokens, 3) for way, value in cpu_medians.items()},
+        "http_more_cpu_percent": round(100 * (cpu_medians["http"] / cpu_medians["async_llm"] - 1), 1),
+        **{f"{way}_steps": statistics.median(values) for way, values in steps.items()},
+        "http_more_cpu_per_step_percent": round(100 * (per_step["http"] / per_step["async_llm"] - 1), 1),
         "spread_percent": {way: round(100 * (max(values) / min(values) - 1), 1) for way, values in seconds.items()},
     }
     for name, value in result.items():

@@ -13,14 +13,14 @@ import json
 import statistics
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
+from jaxpaged.loading.model_config import settle
 from jaxpaged.model_loader import DTYPES
 from jaxpaged.model_runner import ModelRunner
+from jaxpaged.model_structure import make_structure
 from jaxpaged.models import llama
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
@@ -29,20 +29,32 @@ from jaxpaged.settings import decide_limits
 from jaxpaged.step_packer import pack_alone
 from jaxpaged.step_program import LoadedModel
 
-SMOLLM2 = {"vocab": 49152, "embed": 576, "ffw": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64}
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "tie_word_embeddings": True,
+}
+"""Its config.json."""
 CONTEXT = 2048
 
 
 def random_model(dtype: str) -> LoadedModel:
     """SmolLM2-135M's architecture with random weights."""
-    config = llama.Config(
-        **SMOLLM2, max_positions=CONTEXT, norm_eps=1e-5, rope_theta=1e5, is_tied=True, dtype=DTYPES[dtype], windows=(None,) * 30
-    )
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Model(config)))
-    leaves, treedef = jax.tree.flatten(state)
+    config = llama.Config.from_hf(settle(SMOLLM2, "the benchmark"), DTYPES[dtype], CONTEXT)
+    structure = make_structure(llama, config)
     rng = np.random.default_rng(0)
-    params = tuple(jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in leaves)
-    return LoadedModel(llama, config, graphdef, treedef, params)
+    params = tuple(
+        jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in structure.expected.values()
+    )
+    return LoadedModel.of(structure, params)
 
 
 def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) -> ModelRunner:
@@ -53,7 +65,7 @@ def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) 
         compilation=CompilationConfig(token_buckets=tuple(sorted({*buckets, budget}))),
     )
     limits = decide_limits(config, is_gpu=False, model_max_len=CONTEXT)
-    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.config.vocab, max_parallel=2)
+    return ModelRunner(model, limits=limits, cache=CacheConfig(memory=256 * MIB), num_ids=model.facts.vocab, max_parallel=2)
 
 
 def rows_of(spans: list[tuple[int, int]], page_size: int) -> list[ScheduledRow]:

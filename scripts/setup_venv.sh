@@ -8,9 +8,9 @@ venv=$1
 shift
 stamp=$venv/.jaxpaged-stamp
 
-# Whatever changes what is installed: the lock, the project's own metadata, and the path that the editable install points to.
+# Whatever changes what is installed: the lock, the project's own metadata, this script, and the path that the editable install points to.
 stamp_of() {
-    { cat "requirements/$1.lock" requirements/installer.lock pyproject.toml && pwd; } | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d " " -f 1
+    { cat "requirements/$1.lock" requirements/installer.lock pyproject.toml scripts/setup_venv.sh && pwd; } | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d " " -f 1
 }
 
 lock=$1
@@ -41,7 +41,9 @@ certificates=${PIP_CERT:-$("${pip[@]}" config get global.cert 2>/dev/null || tru
 uv=("$venv/bin/uv" pip)
 # Progress for who watches; a log gets no list of ninety packages.
 [ -t 2 ] && quiet= || quiet=--quiet
-"${uv[@]}" sync $quiet --python "$venv/bin/python" --require-hashes "requirements/$lock.lock"
+# Bytecode is written here, once: where PYTHONDONTWRITEBYTECODE is set (in many containers) every start would compile jax from source.
+"${uv[@]}" sync $quiet --compile-bytecode --python "$venv/bin/python" --require-hashes "requirements/$lock.lock"
 # The build backend is in the lock: offline and without isolation, so that nothing unlocked is ever fetched.
 "${uv[@]}" install --quiet --python "$venv/bin/python" --offline --no-deps --no-build-isolation --editable .
+"$venv/bin/python" -m compileall -q jaxpaged pallas_kernels server
 printf '%s %s\n' "$lock" "$(stamp_of "$lock")" >"$stamp"

@@ -1,15 +1,10 @@
 """The outermost layer: every request gets an id and a record, is in the books until it is over, and HEAD works wherever GET does."""
 
-import itertools
-import re
-import secrets
-
-from server.asgi_types import App, Message, Receive, Scope, Send, header_of
+from server.asgi_types import App, Message, Receive, Scope, Send
 from server.ledger import GENERATION_PATHS, RECORD_KEY, RequestRecord
 from server.phase import Phase
+from server.request_ids import RequestIds
 from server.service import Service
-
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]+")
 
 
 class AccessLayer:
@@ -17,8 +12,7 @@ class AccessLayer:
 
     def __init__(self, app: App, service: Service) -> None:
         self._app, self._service = app, service
-        self._prefix, self._numbers = f"req-{secrets.token_hex(4)}", itertools.count()
-        """An id of ours never meets another process's."""
+        self._ids = RequestIds(service.config.limits.max_request_id_chars)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -28,7 +22,7 @@ class AccessLayer:
         service = self._service
         method: str = scope["method"]
         record = RequestRecord(
-            request_id=self._request_id(scope),
+            request_id=self._ids.name(scope["headers"]),
             method=method,
             path="",
             received_s=service.clocks.monotonic(),
@@ -56,10 +50,3 @@ class AccessLayer:
         finally:
             record.path = inner.get("path_template") or ""
             service.ledger.close(record, is_complete=is_complete)
-
-    def _request_id(self, scope: Scope) -> str:
-        """The client's, if it is a word of a fair length."""
-        given = header_of(scope, b"x-request-id")
-        if given and len(given) <= self._service.config.limits.max_request_id_chars and _REQUEST_ID.fullmatch(given):
-            return given.decode("ascii")
-        return f"{self._prefix}-{next(self._numbers)}"

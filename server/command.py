@@ -18,6 +18,7 @@ from jaxpaged.engine_client import EngineClient
 from jaxpaged.events import Sink
 from jaxpaged.sinks import open_log
 from jaxpaged.startup_progress import open_startup_progress
+from jaxpaged.tracing import open_traces
 from server.auth import read_keys
 from server.listeners import ADMIN_HOST, bind_port, bind_unix, close_all, tls_context
 
@@ -68,6 +69,10 @@ def run(
         log = open_log(config.log)
         stack.callback(log.close)
         sinks: list[Sink] = [log]
+        if config.tracing.otlp_endpoint is not None:
+            traces = open_traces(config.tracing, (config.server.served_model_name or (config.model.model,))[0])
+            stack.callback(traces.close)
+            sinks.append(traces)
         progress = open_startup_progress() if config.log.file is not None else None
         if progress is not None:
             stack.callback(progress.close)

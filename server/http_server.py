@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 
-from jaxpaged.config import ServerConfig
+from jaxpaged.config import LimitsConfig, ServerConfig
 from server.asgi_types import App
 from server.http_protocol import HttpProtocol
+from server.request_ids import RequestIds
 
 CLOSE_TIMEOUT_S = 1.0
 
@@ -23,9 +24,17 @@ class HttpServer(uvicorn.Server):
         options: limits of connections.
         sockets: closed at the end.
         tls: None: plain HTTP.
+        ids: names requests that are refused before the app has them.
     """
 
-    def __init__(self, app: App, options: ServerConfig, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        options: ServerConfig,
+        sockets: Sequence[socket.socket],
+        tls: ssl.SSLContext | None = None,
+        ids: RequestIds | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -40,6 +49,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._options, self._sockets, self._tls = options, sockets, tls
+        self._ids = ids or RequestIds(LimitsConfig().max_request_id_chars)
         self.is_listening = asyncio.Event()
         """The app's own start is done, and connections are taken."""
 
@@ -81,4 +91,4 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
     def _connection(self) -> HttpProtocol:
-        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._options)
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._options, self._ids)

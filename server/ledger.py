@@ -51,6 +51,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         first_token_s: monotonic time at which the first token was there.
         status: what was answered; 0: nothing yet.
         body: the beginning of what the client sent, if `log.prompts` asks for it.
+        answer_id: what the answer is called, "chatcmpl-..." and the like, once its body was read.
+        num_merged: tokens of a stream that came with one before.
     """
 
     request_id: str
@@ -65,6 +67,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     first_token_s: float | None = None
     status: int = 0
     body: str = ""
+    answer_id: str = ""
+    num_merged: int = 0
 
 
 def record_of(scope: Mapping[str, object]) -> RequestRecord:
@@ -131,6 +135,8 @@ class Ledger:
                 first_token_s=None if record.first_token_s is None else record.first_token_s - record.received_s,
                 seconds=self._clocks.monotonic() - record.received_s,
                 body=record.body,
+                answer_id=record.answer_id,
+                num_merged=record.num_merged,
             )
         )
         # Last: when nothing is open, everything is in the books.

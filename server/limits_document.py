@@ -22,6 +22,7 @@ LIMITS: Final = (
     Limit("server.header_timeout_s", "408, then closed"),
     Limit("server.body_timeout_s", "408, then closed"),
     Limit("server.slow_client_timeout_s", "cut off"),
+    Limit("limits.max_body_parts", "400, before the body is parsed"),
     Limit("limits.max_n", "400, `n`"),
     Limit("limits.max_prompts", "400, `prompt`"),
     Limit("limits.max_answers", "400, `n`"),

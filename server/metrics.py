@@ -24,8 +24,13 @@ def metrics_routes(service: Service) -> list[HTTPRouteHandler]:
         nonlocal text, made_s
         async with lock:
             if service.clocks.monotonic() - made_s >= RENDER_INTERVAL_S:
-                text = await asyncio.get_running_loop().run_in_executor(None, generate_latest, service.metrics.registry)
+                text = await asyncio.get_running_loop().run_in_executor(None, _text, service)
                 made_s = service.clocks.monotonic()
         return Response(text, media_type=MEDIA_TYPE)
 
     return [metrics]
+
+
+def _text(service: Service) -> bytes:
+    # The time comes first: that is where texts that were written one after another are told apart.
+    return generate_latest(service.machine.registry) + generate_latest(service.metrics.registry)

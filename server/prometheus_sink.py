@@ -1,113 +1,79 @@
 """Figures for Prometheus, from the stream of events alone: replaying a JSON log gives what `/metrics` gave."""
 
 import threading
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxpaged import events
+from jaxpaged.histograms import EventHistograms
+from jaxpaged.metric_table import HTTP_COUNTERS, definitions
 from jaxpaged.metrics import EngineMetrics
-
-SECONDS_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-
-
-class Histogram:
-    """Counts of values by class, as Prometheus wants them.
-
-    Args:
-        bounds: upper bounds of the classes; a last class holds larger values.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds, self._counts, self._sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        """One value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """Values that were counted in the same classes already."""
-        for index, count in enumerate(counts):
-            self._counts[index] += count
-        self._sum += total
-
-    def family(self, name: str, doc: str) -> HistogramMetricFamily:
-        """As a figure of Prometheus."""
-        buckets, so_far = [], 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            so_far += count
-            buckets.append((bound, so_far))
-        return HistogramMetricFamily(name, doc, buckets=buckets, sum_value=self._sum)
+from server.ledger import End
+from server.prometheus_families import histogram_family, plain_family
+from server.vllm_names import VllmNames
 
 
 class PrometheusSink(Collector):
-    """Adds up in memory, and never drops; a registry of its own collects from it."""
+    """Adds up in memory, and never drops; a registry of its own collects from it.
 
-    def __init__(self) -> None:
+    Args:
+        model_name: shows the figures under vLLM's names, too, with this label; None: under ours alone.
+    """
+
+    def __init__(self, model_name: str | None = None) -> None:
         self._engine = EngineMetrics()
+        self._vllm = None if model_name is None else VllmNames(model_name)
         self._lock = threading.Lock()
-        self._first_token = Histogram(SECONDS_BOUNDS)
-        self._gaps = Histogram(events.TOKEN_GAP_BOUNDS_S)
-        self._whole = Histogram(SECONDS_BOUNDS)
-        self._queue = Histogram(SECONDS_BOUNDS)
-        self._answers: Counter[tuple[str, str]] = Counter()
-        self._ends: Counter[str] = Counter()
-        self._codes: Counter[str] = Counter()
+        self._histograms = EventHistograms()
+        self._http: dict[str, Counter[tuple[str, ...]]] = {row.name: Counter() for row in HTTP_COUNTERS}
+        # From 0 on, so that a share of failures is 0, and not unknown, before the first one.
+        self._http["jaxpaged_http_ends_total"].update({(end.value,): 0 for end in End})
+        self._http["jaxpaged_http_merged_tokens_total"][()] = 0
+        self._started: events.EngineStarted | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def __call__(self, event: events.Event, /) -> None:
-        """See `events.Sink`."""
-        self._engine(event)
+        """See `events.Sink`. Raises ValueError as `EngineMetrics` does, after the event was taken."""
         with self._lock:
-            match event:
-                case events.RequestFirstToken():
-                    self._first_token.observe(event.ttft_s)
-                case events.StepFinished():
-                    self._gaps.add(event.token_gaps, event.token_gaps_s)
-                case events.RequestFinished():
-                    self._whole.observe(event.e2e_s)
-                    self._queue.observe(event.queue_s)
-                case events.HttpAnswered():
-                    self._answers[event.path or "none", str(event.status)] += 1
-                    if event.end:
-                        self._ends[event.end] += 1
-                    if event.code:
-                        self._codes[event.code] += 1
+            self._histograms(event)
+            self._take(event)
+        self._engine(event)
 
     def close(self) -> None:
         """See `events.Sink`."""
 
     def collect(self) -> Iterator[Metric]:
         """All figures, from any thread."""
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        rows, families = definitions(), dict[str, CounterMetricFamily | GaugeMetricFamily]()
         for metric in self._engine.snapshot():
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             if metric.name not in families:
-                families[metric.name] = kind(metric.name, _doc(metric.name), labels=list(metric.labels))
+                families[metric.name] = plain_family(rows[metric.name])
             families[metric.name].add_metric(list(metric.labels.values()), metric.value)
-        yield from families.values()
         with self._lock:
-            yield self._first_token.family("jaxpaged_time_to_first_token_seconds", "From a request's arrival to its first token")
-            yield self._gaps.family("jaxpaged_token_gap_seconds", "Between two tokens of an answer")
-            yield self._whole.family("jaxpaged_request_seconds", "From a request's arrival to its end")
-            yield self._queue.family("jaxpaged_queue_seconds", "From a request's arrival to its first step")
-            yield _counter("jaxpaged_http_answers", "Requests over HTTP by route and status", ["path", "status"], self._answers)
-            yield _counter("jaxpaged_http_ends", "Requests for an answer, by their end", ["end"], self._ends)
-            yield _counter("jaxpaged_http_errors", "Errors that were told, by code", ["code"], self._codes)
+            for name, counts in self._http.items():
+                families[name] = plain_family(rows[name])
+                for labels, count in sorted(counts.items()):
+                    families[name].add_metric(list(labels), count)
+            yield from families.values()
+            histograms = self._histograms.by_name
+            for name, histogram in histograms.items():
+                yield histogram_family(histogram, name, rows[name].doc)
+            if self._vllm is not None:
+                yield from self._vllm.families(families, histograms, self._started)
 
-
-def _counter(name: str, doc: str, labels: list[str], counts: Counter[str] | Counter[tuple[str, str]]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, doc, labels=labels)
-    for key, count in sorted(counts.items()):
-        family.add_metric([key] if isinstance(key, str) else list(key), count)
-    return family
-
-
-def _doc(name: str) -> str:
-    return name.removeprefix("jaxpaged_").removesuffix("_total").replace("_", " ").capitalize()
+    def _take(self, event: events.Event) -> None:
+        match event:
+            case events.EngineStarted():
+                self._started = event
+            case events.HttpAnswered():
+                self._http["jaxpaged_http_answers_total"][event.path or "none", str(event.status)] += 1
+                self._http["jaxpaged_http_merged_tokens_total"][()] += event.num_merged
+                if event.end:
+                    self._http["jaxpaged_http_ends_total"][event.end,] += 1
+                if event.code:
+                    self._http["jaxpaged_http_errors_total"][event.code,] += 1

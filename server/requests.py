@@ -61,7 +61,7 @@ class Reception:
         Args:
             request: of which nothing was read.
             reader: of this path.
-            prefix: what the name of the answer begins with.
+            prefix: what the name of the answer begins with; empty: it has none.
 
         Raises:
             UnsupportedMediaTypeError: another type than JSON.
@@ -70,12 +70,14 @@ class Reception:
         """
         record = record_of(request.scope)
         check_media_type(request.headers)
-        content: Body[T] = reader.read(await request.body())
+        content: Body[T] = reader.read(await request.body(), self.service.config.limits.max_body_parts)
         self._ignored.tell(request.scope["path"], content.ignored)
         headers = {IGNORED_HEADER: ",".join(content.ignored)} if content.ignored else {}
         # The model's name is a field of every body.
         model = check_model(self.service, content.content.model)  # type: ignore[attr-defined]
-        return Asked(content.content, headers, record, f"{prefix}{uuid.uuid4().hex}", int(time.time()), model)
+        name = f"{prefix}{uuid.uuid4().hex}"
+        record.answer_id = name if prefix else ""
+        return Asked(content.content, headers, record, name, int(time.time()), model)
 
 
 def check_media_type(headers: Mapping[str, str]) -> None:

@@ -1,7 +1,6 @@
 """The bodies of one response, whole and as events."""
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from server.protocol.responses import (
 )
 from server.requests import Asked
 from server.response_store import StoredResponse
+from server.streaming import encode, tell_failure
 from server.tally import Tally
 
 
@@ -46,11 +46,15 @@ class ResponseAnswer:
         self, asked: Asked[ResponsesRequest], job: Job, stored: StoredResponse, engine: EngineClient, *, has_logprobs: bool
     ) -> None:
         self._asked, self._stored = asked, stored
-        self._tally = Tally(asked.record, job)
+        self._tally = Tally(asked.record, job, is_streamed=bool(asked.body.stream))
         self._names = TokenNames(engine.get_tokenizer().special_ids)
         self._num_top = asked.body.top_logprobs or 0 if has_logprobs else 0
         self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._at: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         self._num_events = 0
+        self._texts: list[str] = []
+        self._told_logprobs: list[OutputTokenLogprob] = []
+        self._is_cut = False
 
     def whole(self, output: RequestOutput) -> ResponseObject:
         """The answer at once."""
@@ -65,44 +69,56 @@ class ResponseAnswer:
         self._asked.record.end = End.ABORTED
         return self._stored.response
 
-    async def events(self, outputs: AsyncIterator[Outputs]) -> AsyncGenerator[bytes]:
-        """The answer as a stream: it begins with `response.created`, and ends with the whole response in any case."""
+    def opening(self) -> bytes:
+        """See `Telling`: a stream begins with `response.created`, and ends with the whole response in any case."""
+        response, empty = self._stored.response, OutputMessage(id=self._item_id, status="in_progress", content=[])
+        return b"".join(
+            (
+                self._event("response.created", response=response),
+                self._event("response.in_progress", response=response),
+                self._event("response.output_item.added", output_index=0, item=empty),
+                self._event("response.content_part.added", **self._at, part=OutputText(text="")),
+            )
+        )
+
+    def news(self, outputs: Outputs) -> bytes:
+        """See `Telling`."""
+        if self._stored.is_cancelled:
+            return b""
+        self._tally.take(outputs)
+        completion = outputs[0][1].outputs[0]
+        new = self._logprobs(completion)
+        self._texts.append(completion.text)
+        self._told_logprobs += new
+        self._is_cut |= completion.finish_reason is FinishReason.LENGTH
+        if not (completion.text or new):
+            return b""
+        return self._event("response.output_text.delta", **self._at, delta=completion.text, logprobs=new)
+
+    def closing(self) -> bytes:
+        """See `Telling`."""
         stored = self._stored
-        yield self._event("response.created", response=stored.response)
-        yield self._event("response.in_progress", response=stored.response)
-        at: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        empty = OutputMessage(id=self._item_id, status="in_progress", content=[])
-        yield self._event("response.output_item.added", output_index=0, item=empty)
-        yield self._event("response.content_part.added", **at, part=OutputText(text=""))
-        texts: list[str] = []
-        logprobs: list[OutputTokenLogprob] = []
-        is_cut = False
-        try:
-            async for batch in outputs:
-                if stored.is_cancelled:
-                    break
-                self._tally.take(batch)
-                completion = batch[0][1].outputs[0]
-                new = self._logprobs(completion)
-                texts.append(completion.text)
-                logprobs += new
-                is_cut |= completion.finish_reason is FinishReason.LENGTH
-                if completion.text or new:
-                    yield self._event("response.output_text.delta", **at, delta=completion.text, logprobs=new)
-        except JaxpagedError as error:
-            if not stored.is_cancelled:
-                yield self._event(*self._failed(error))
-                return
         if stored.is_cancelled:
-            yield self._event("response.incomplete", response=self.cancelled())
-            return
-        self._settle("".join(texts), logprobs, is_cut=is_cut)
+            return self._event("response.incomplete", response=self.cancelled())
+        self._settle("".join(self._texts), self._told_logprobs, is_cut=self._is_cut)
         (item,) = stored.response.output
-        yield self._event("response.output_text.done", **at, text=item.content[0].text, logprobs=logprobs)
-        yield self._event("response.content_part.done", **at, part=item.content[0])
-        yield self._event("response.output_item.done", output_index=0, item=item)
-        yield self._event(f"response.{stored.response.status}", response=stored.response)
         self._tally.finish()
+        return b"".join(
+            (
+                self._event("response.output_text.done", **self._at, text=item.content[0].text, logprobs=self._told_logprobs),
+                self._event("response.content_part.done", **self._at, part=item.content[0]),
+                self._event("response.output_item.done", output_index=0, item=item),
+                self._event(f"response.{stored.response.status}", response=stored.response),
+            )
+        )
+
+    def failure(self, error: Exception) -> bytes:
+        """See `Telling`."""
+        if self._stored.is_cancelled:
+            return self.closing()
+        if isinstance(error, JaxpagedError):
+            return self._event(*self._failed(error))
+        return tell_failure(self._asked.record, error)
 
     def _failed(self, error: JaxpagedError) -> tuple[str, ResponseObject]:
         told = told_error(error)
@@ -146,4 +162,4 @@ class ResponseAnswer:
     def _event(self, kind: str, response: ResponseObject | Any = msgspec.UNSET, **fields: Any) -> bytes:
         made = ResponseEvent(type=kind, sequence_number=self._num_events, response=response, **fields)
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(made) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + encode(made) + b"\n\n"

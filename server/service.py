@@ -7,8 +7,10 @@ from jaxpaged.clocks import REAL_CLOCKS, Clocks
 from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import EngineDeadError, JaxpagedError, ServerDrainingError, ServerStartingError
+from jaxpaged.gpu_readings import GpuSource, NvmlSource
 from jaxpaged.sinks import FanOut
 from server.ledger import Ledger
+from server.machine_metrics import MachineMetrics
 from server.phase import EngineProgress, Phase
 from server.prometheus_sink import PrometheusSink
 
@@ -20,22 +22,27 @@ class Service:
         config: the options.
         clocks: where times come from.
         sinks: logs; they take the engine's events and the server's.
+        gpus: where readings of GPUs come from; None: the driver.
 
     Attributes:
         phase: what the server does now.
         engine: None until it is loaded.
         progress: what the engine's events say of its health.
         metrics: figures of all that happened.
+        machine: figures of the machine, read when asked for.
         ledger: the books of requests.
         emit: the sink that the engine is to be given.
     """
 
-    def __init__(self, config: Config, *, clocks: Clocks = REAL_CLOCKS, sinks: Sequence[events.Sink] = ()) -> None:
+    def __init__(
+        self, config: Config, *, clocks: Clocks = REAL_CLOCKS, sinks: Sequence[events.Sink] = (), gpus: GpuSource | None = None
+    ) -> None:
         self.config, self.clocks = config, clocks
         self.phase = Phase.STARTING
         self.engine: EngineClient | None = None
         self.progress = EngineProgress(clocks.monotonic)
-        self.metrics = PrometheusSink()
+        self.metrics = PrometheusSink(self.model_name if config.metrics.vllm_names else None)
+        self.machine = MachineMetrics(gpus or NvmlSource(), wall=clocks.wall)
         self.emit = FanOut((*sinks, self.progress, self.metrics))
         self.ledger = Ledger(self.emit, clocks)
         self._reason = ""

@@ -1,7 +1,7 @@
 """The counts of one request while its outputs come, and the beginning of its stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from litestar import Request, Response
@@ -14,7 +14,7 @@ from server.ledger import End, RequestRecord
 from server.protocol.generation import Usage, make_usage
 from server.requests import Asked
 from server.service import Service
-from server.streaming import EventStream
+from server.streaming import EventStream, Telling
 
 
 class Tally:
@@ -23,10 +23,11 @@ class Tally:
     Args:
         record: of the request.
         job: what the engine was asked for.
+        is_streamed: outputs come token by token, if nothing lags.
     """
 
-    def __init__(self, record: RequestRecord, job: Job) -> None:
-        self._record, self._job = record, job
+    def __init__(self, record: RequestRecord, job: Job, *, is_streamed: bool) -> None:
+        self._record, self._job, self._is_streamed = record, job, is_streamed
         self._num_prompt = sum(map(len, job.prompts))
         self._num_output = 0
         self._num_cached = [0] * len(job.prompts)
@@ -36,14 +37,20 @@ class Tally:
 
     def take(self, outputs: Outputs) -> None:
         """Counts what came."""
+        record = self._record
         for index, output in outputs:
-            self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
+            for completion in output.outputs:
+                number = len(completion.token_ids)
+                self._num_output += number
+                if number > 1 and self._is_streamed:
+                    record.num_merged += number - 1
+                if completion.finish_reason is FinishReason.LENGTH:
+                    self._is_cut = True
             self._num_cached[index] = output.num_cached_tokens
             self._metrics[index] = output.metrics
-            self._is_cut |= any(completion.finish_reason is FinishReason.LENGTH for completion in output.outputs)
-            if self._record.first_token_s is None:
-                self._record.first_token_s = output.metrics.first_token_s
-        self._record.num_output_tokens = self._num_output
+            if record.first_token_s is None:
+                record.first_token_s = output.metrics.first_token_s
+        record.num_output_tokens = self._num_output
 
     def finish(self, end: End | None = None) -> None:
         """All answers are there, and were told."""
@@ -63,12 +70,14 @@ async def started_stream(
     engine: EngineClient,
     job: Job,
     asked: Asked[Any],
-    events: Callable[[AsyncIterator[Outputs]], AsyncGenerator[bytes]],
+    telling: Telling,
     service: Service,
+    at_end: Callable[[], None] = lambda: None,
 ) -> Response[bytes]:
     """A stream whose first output is there, or that has waited so long that its client is to see a sign of life.
 
-    What the engine refuses is so an answer with its own status, and no stream with an error in it.
+    What the engine refuses is so an answer with its own status, and no stream with an error in it. Once there is a stream, `at_end` is
+    called when it is over.
 
     Raises:
         JaxpagedError: the engine refuses a prompt, or one of them failed.
@@ -94,15 +103,25 @@ async def started_stream(
     async def release() -> None:
         await end_tasks(first)
         await outputs.aclose()  # type: ignore[attr-defined]
+        at_end()
 
-    return EventStream(events(_with_first(first, outputs)), asked.record, service.config.server, asked.headers, release)
+    return EventStream(telling, _Resumed(first, outputs), service.config.server, asked.headers, release)
 
 
 async def _first(outputs: AsyncIterator[Outputs]) -> Outputs:
     return await anext(outputs)
 
 
-async def _with_first(first: "asyncio.Future[Outputs]", outputs: AsyncIterator[Outputs]) -> AsyncIterator[Outputs]:
-    yield await first
-    async for batch in outputs:
-        yield batch
+class _Resumed:
+    """An iteration whose first step has been begun already; after it, the iteration itself goes on."""
+
+    def __init__(self, first: "asyncio.Future[Outputs]", outputs: AsyncIterator[Outputs]) -> None:
+        self._first: asyncio.Future[Outputs] | None = first
+        self._outputs = outputs
+
+    def __aiter__(self) -> "_Resumed":
+        return self
+
+    def __anext__(self) -> Awaitable[Outputs]:
+        first, self._first = self._first, None
+        return anext(self._outputs) if first is None else first

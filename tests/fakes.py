@@ -67,8 +67,9 @@ class ScriptRunner:
         max_model_len: int = 512,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
+        keeps_histories: bool = True,
     ) -> None:
-        self.next_id, self.by_seed = next_id, by_seed
+        self.next_id, self.by_seed, self._keeps_histories = next_id, by_seed, keeps_histories
         buckets = tuple(bucket for bucket in (2, 4, 8, 16, 32, 64, 128, 256) if bucket < max_num_batched_tokens)
         self.limits = StepLimits(max_model_len, max_num_seqs, max_num_batched_tokens, (*buckets, max(2, max_num_batched_tokens)))
         self.page_size, self.num_pages, self.vocab, self.kv_groups = page_size, num_pages, vocab, (FULL,)
@@ -121,7 +122,8 @@ class ScriptRunner:
             out[row] = allowed_id(int(scripted[row]), self.vocab, step["banned_ids"][row].tolist(), bias)
             if slot < layout.num_slots:
                 self.last_ids[slot] = int(out[row])
-        self.histories.append(histories)
+        if self._keeps_histories:
+            self.histories.append(histories)
         prompt = scored_tokens(step, histories, self._scripted)
         return script_result(out, scripted, step["num_logprobs"], self.vocab, prompt, pooled_rows(step, histories))
 

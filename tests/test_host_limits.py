@@ -1,6 +1,7 @@
 """How many CPUs this process may use, and how JAX is told."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,14 @@ import pytest
 
 from jaxpaged import host_limits
 from jaxpaged.errors import ConfigError
-from jaxpaged.host_limits import GPU_FRACTION_VARIABLE, THREAD_VARIABLES, apply_cpu_threads, apply_gpu_fraction, available_cpus
+from jaxpaged.host_limits import (
+    GPU_FRACTION_VARIABLE,
+    MALLOC_VARIABLES,
+    THREAD_VARIABLES,
+    apply_cpu_threads,
+    apply_gpu_fraction,
+    available_cpus,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -127,3 +135,30 @@ def test_the_gpu_fraction_is_set_unless_the_user_has() -> None:
 def test_looking_whether_jax_has_started_imports_nothing() -> None:
     code = "import sys\nfrom jaxpaged.host_limits import jax_has_started\nassert not jax_has_started()\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+COUNT_NEW_PAGES = """
+import ctypes, resource, sys
+from jaxpaged.host_limits import keep_freed_blocks
+
+assert keep_freed_blocks() == (sys.argv[1] == "kept")
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+size = 64 * 1024 * 1024
+for turn in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_large_blocks_are_used_again_unless_the_user_says_otherwise() -> None:
+    own = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
+    for env in (own, {**own, "MALLOC_TRIM_THRESHOLD_": "131072"}):
+        is_kept = env is own and platform.libc_ver()[0] == "glibc"
+        command = [sys.executable, "-c", COUNT_NEW_PAGES, "kept" if is_kept else "not"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        assert not is_kept or int(done.stdout) < 20
+        assert is_kept or platform.libc_ver()[0] != "glibc" or int(done.stdout) >= 32  # a huge page is touched once

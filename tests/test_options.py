@@ -97,7 +97,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(sources: dict[str, Any], pa
     ("text", "parts"),
     [
         ("cache:\n  page_sise: 3\n", ["cache.page_sise", "cache.page_size", "options.yaml"]),
-        ("cahce: {page_size: 3}\n", ["cahce"]),
+        ("cahce: {page_size: 3}\n", ["cahce", "nearest is cache"]),
+        ("cach:\n  page_size: 3\n", ["cach", "nearest is cache"]),
+        ("scheduler:\n  max_seqs: 3\n", ["scheduler.max_seqs", "scheduler.max_num_seqs"]),
         ("cache: 3\n", ["cache", "section"]),
         ("max-modellen: 3\n", ["max-modellen", "max_model_len"]),
         ("cache:\n  page_size: 3\n  page_size: 4\n", ["page_size", "twice"]),
@@ -118,6 +120,31 @@ def test_bad_yaml_is_one_sentence(text: str, parts: list[str], tmp_path: Path) -
     file.write_text(text, encoding="utf-8")
     message = refusal(config_path=file)
     assert [part for part in parts if part not in message] == []
+
+
+def test_what_a_service_called_jaxpaged_puts_into_containers_is_no_option() -> None:
+    env = {
+        "JAXPAGED_SERVICE_HOST": "10.0.0.1",
+        "JAXPAGED_SERVICE_PORT": "80",
+        "JAXPAGED_SERVICE_PORT_HTTP": "80",
+        "JAXPAGED_PORT": "tcp://10.0.0.1:80",
+        "JAXPAGED_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "JAXPAGED_PORT_80_TCP_ADDR": "10.0.0.1",
+        "JAXPAGED_PORT_80_TCP_PORT": "80",
+        "JAXPAGED_PORT_80_TCP_PROTO": "tcp",
+        "JAXPAGED_ADMIN_SERVICE_HOST": "10.0.0.2",
+    }
+    assert options.load(env=env) == Config()
+    assert options.load(env={"JAXPAGED_PORT": "80"}).server.port == 80
+    assert "server.port" in refusal(env={"JAXPAGED_PORT": "tcp"})
+    assert "unknown" in refusal(env={"JAXPAGED_SERVICE": "x"})
+
+
+def test_vllms_words_for_the_types_of_the_cache() -> None:
+    said = {word: options.from_kwargs(kv_cache_dtype=word).cache.dtype for word in ("fp8", "bfloat16", "float16", "float32", "bf16")}
+    assert said == {"fp8": "fp8_e4m3", "bfloat16": "bf16", "float16": "f16", "float32": "f32", "bf16": "bf16"}
+    assert "fp8_e5m2" in refusal(overrides={"kv-cache-dtype": "fp8_e5m2"})
+    assert options.from_kwargs(seed=None).model.seed is None
 
 
 def test_yaml_files_that_cannot_be_read(tmp_path: Path) -> None:

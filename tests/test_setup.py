@@ -118,10 +118,13 @@ def test_a_set_up_environment_is_left_alone_and_a_changed_lock_is_not(tmp_path: 
         calls.write_text("", encoding="utf-8")
         script = str(project / "scripts" / "setup_venv.sh")
         subprocess.run([BASH, script, ".venv", *locks], check=True, timeout=60, capture_output=True)
-        return [line for line in calls.read_text(encoding="utf-8").splitlines() if line.startswith("uv")]
+        return [line for line in calls.read_text(encoding="utf-8").splitlines() if line.startswith("uv") or "compileall" in line]
 
-    first = set_up("base", "dev")
+    *first, own = set_up("base", "dev")
     assert len(first) == 2
+    # Where PYTHONDONTWRITEBYTECODE is set, every start would compile jax and all of this project from source.
+    assert "--compile-bytecode" in first[0].split()
+    assert own.split()[-3:] == ["jaxpaged", "pallas_kernels", "server"]
     assert {"sync", "--require-hashes", "requirements/base.lock"} <= set(first[0].split())
     assert {"--offline", "--no-deps", "--no-build-isolation", "--editable"} <= set(first[1].split())
     started = time.monotonic()

@@ -156,10 +156,14 @@ class ChatSession:
             try:
                 self._params = msgspec.structs.replace(self._params, **{name: _setting(name, value)})
             except (JaxpagedError, ValueError) as e:
-                self.note(e.message if isinstance(e, JaxpagedError) else f"{name} must be a number, got {text[:40]}")
+                self.note(e.message if isinstance(e, JaxpagedError) else f"{name} must be {_kind(name)}, got {text[:40]}")
                 return True
         self.note(f"{name} is {'the default' if value is None else value}")
         return True
+
+
+def _kind(name: str) -> str:
+    return "an integer" if name in INTEGERS else "a number"
 
 
 def _setting(name: str, value: str | None) -> str | int | float | None:

@@ -1,6 +1,8 @@
 """What `generate` and `chat` share: options, log and engine of a program that runs in a terminal."""
 
 import argparse
+import atexit
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +17,7 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.sinks import QueueSink, open_log
 from jaxpaged.startup_progress import open_startup_progress
 
-SERVER_SECTIONS = frozenset({"server", "limits", "metrics"})
+SERVER_SECTIONS = frozenset({"server", "limits", "metrics", "tracing", "diagnose"})
 """Options that mean nothing without a server."""
 
 
@@ -118,6 +120,8 @@ def running_engine(config: Config, make: MakeEngine = make_llm) -> Iterator[Runn
     sinks = (log,) if progress is None else (log, progress)
     try:
         llm = make(config, sinks)
+        # The interpreter's last collections would look through a million objects that go with the process anyway: half a second.
+        atexit.register(gc.freeze)
         try:
             engine = RunningEngine(llm, sinks)
             engine.settle()

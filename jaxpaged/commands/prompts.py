@@ -1,5 +1,6 @@
 """Where the prompts of `generate` come from: arguments, a file, or standard input."""
 
+import codecs
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,13 +56,13 @@ def read_prompts(arguments: Sequence[str], file: str | None, *, has_line_prompts
         except OSError as e:
             raise ConfigError(f"cannot read the prompts in {file}: {e.strerror or e}") from e
     try:
-        text = data.decode("utf-8")
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as e:
         raise InvalidRequestError(f"{name} is not UTF-8 text: byte {e.start} is {data[e.start]:#04x}") from e
     if file is not None and file.endswith((".jsonl", ".ndjson")):
         prompts = [_record(line, f"{name}, line {i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     elif has_line_prompts:
-        prompts = [PromptSource(text=line) for line in text.splitlines() if line.strip()]
+        prompts = [PromptSource(text=line.removesuffix("\r")) for line in text.split("\n") if line.strip()]
     else:
         text = text.removesuffix("\n").removesuffix("\r")
         prompts = [PromptSource(text=text)] if text else []
@@ -83,6 +84,8 @@ def _record(line: str, where: str) -> PromptSource:
     if isinstance(record.prompt, str):
         return PromptSource(text=record.prompt)
     if record.messages is not None:
+        if not record.messages:
+            raise InvalidRequestError(f"{where}: messages is empty")
         return PromptSource(messages=record.messages)
     return PromptSource(token_ids=record.prompt_token_ids if record.prompt is None else record.prompt)
 

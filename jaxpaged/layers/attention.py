@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -24,6 +25,8 @@ class Attention(nnx.Module):
         norms_whole_rows: whether those take all heads of a token together, or each head alone.
         scale: of the scores; None: `head_dim ** -0.5`.
         soft_cap: of the scores.
+        is_causal: whether a token sees those before it and itself, or all of its sequence, which lies in one step then.
+        has_sinks: whether each head has a learned logit that takes part in the softmax and gives nothing.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class Attention(nnx.Module):
         norms_whole_rows: bool = False,
         scale: float | None = None,
         soft_cap: float | None = None,
+        has_sinks: bool = False,
+        is_causal: bool = True,
     ) -> None:
         self.q = Linear(embed, heads * head_dim, dtype, has_bias=has_qkv_bias)
         self.k = Linear(embed, kv_heads * head_dim, dtype, has_bias=has_qkv_bias)
@@ -47,16 +52,19 @@ class Attention(nnx.Module):
         self.o = Linear(heads * head_dim, embed, dtype, has_bias=has_out_bias)
         self.q_norm = norm and norm(heads * head_dim if norms_whole_rows else head_dim)
         self.k_norm = norm and norm(kv_heads * head_dim if norms_whole_rows else head_dim)
+        self.sinks = nnx.Param(jnp.zeros((heads,), dtype)) if has_sinks else None
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.norms_whole_rows, self.soft_cap = norms_whole_rows, soft_cap
+        self.norms_whole_rows, self.soft_cap, self.is_causal = norms_whole_rows, soft_cap, is_causal
         self.scale = head_dim**-0.5 if scale is None else scale
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope, place: KVPlace
+        self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope | None, place: KVPlace
     ) -> tuple[Float[Array, "tokens embed"], KVCache]:
         num_tokens = x.shape[0]
-        q = rope.rotate(self._in_heads(self.q(x), self.heads, self.q_norm))
-        k = rope.rotate(self._in_heads(self.k(x), self.kv_heads, self.k_norm))
+        q = self._in_heads(self.q(x), self.heads, self.q_norm)
+        k = self._in_heads(self.k(x), self.kv_heads, self.k_norm)
+        if rope is not None:
+            q, k = rope.rotate_queries(q), rope.rotate(k)
         v = self.v(x).reshape(num_tokens, self.kv_heads, self.head_dim)
         cache = write(cache, k, v, place.layer, batch.write_pages[place.group], batch.write_offsets)
         attended = paged_attention(
@@ -71,6 +79,8 @@ class Attention(nnx.Module):
             scale=self.scale,
             sliding_window=place.window,
             soft_cap=self.soft_cap,
+            is_causal=self.is_causal,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
         return self.o(attended.reshape(num_tokens, -1)), cache
 

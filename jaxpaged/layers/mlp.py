@@ -12,7 +12,11 @@ from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.layers.linear import Linear
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
-    {"silu": nnx.silu, "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True)}
+    {
+        "silu": nnx.silu,
+        "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True),
+        "gelu": partial(nnx.gelu, approximate=False),
+    }
 )
 """By the names in config.json."""
 
@@ -35,3 +39,15 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class MLP(nnx.Module):
+    """`down(activation(up(x)))`, with biases."""
+
+    def __init__(self, embed: int, ffw: int, dtype: jax.typing.DTypeLike, *, activation: str) -> None:
+        self.up = Linear(embed, ffw, dtype, has_bias=True)
+        self.down = Linear(ffw, embed, dtype, has_bias=True)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))

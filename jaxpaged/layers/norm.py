@@ -25,3 +25,18 @@ class RMSNorm(nnx.Module):
         if self.is_scaled_wide:
             return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.weight[...]
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalization, computed in float32 (Ba et al. 2016)."""
+
+    def __init__(self, embed: int, eps: float, dtype: jax.typing.DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.zeros((embed,), dtype))
+        self.bias = nnx.Param(jnp.zeros((embed,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)

@@ -11,10 +11,16 @@ from jaxpaged.layers.rope_frequencies import RopePlan, RopeTable
 
 
 class Rope(NamedTuple):
-    """Cosine and sine of every token's angles, times the table's magnitude."""
+    """Cosine and sine of every token's angles, times the table's magnitude; and what its queries are multiplied by, if by anything."""
 
     cos: Float[Array, "tokens half_dim"]
     sin: Float[Array, "tokens half_dim"]
+    query_scale: Float[Array, "tokens"] | None = None
+
+    def rotate_queries(self, q: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
+        """As `rotate`, with log-n attention where the model has it."""
+        turned = self.rotate(q)
+        return turned if self.query_scale is None else (turned * self.query_scale[:, None, None]).astype(q.dtype)
 
     def rotate(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
         """Turns each pair (x[i], x[i + half_dim]) by its token's angle, in float32; dimensions from 2 * half_dim on stay as they are."""
@@ -31,20 +37,25 @@ class Ropes(NamedTuple):
     cos: Float[Array, "ropes tokens half_dim"]
     sin: Float[Array, "ropes tokens half_dim"]
     table_of: Int32[Array, "layers"]
+    query_scale: Float[Array, "tokens"] | None = None
 
     def of(self, layer: Int32[Array, ""]) -> Rope:
         """The angles of one layer, by its index in the model."""
         if self.cos.shape[0] == 1:
-            return Rope(self.cos[0], self.sin[0])
+            return Rope(self.cos[0], self.sin[0], self.query_scale)
         table = self.table_of[layer]
-        return Rope(*(lax.dynamic_index_in_dim(angles, table, keepdims=False) for angles in (self.cos, self.sin)))
+        cos, sin = (lax.dynamic_index_in_dim(angles, table, keepdims=False) for angles in (self.cos, self.sin))
+        return Rope(cos, sin, self.query_scale)
 
 
 def make_ropes(positions: Int32[Array, "tokens"], plan: RopePlan) -> Ropes:
     """Cosines and sines for every table; all have as many frequencies."""
     ropes = [_make_rope(positions, table) for table in plan.tables]
     cos, sin = jnp.stack([rope.cos for rope in ropes]), jnp.stack([rope.sin for rope in ropes])
-    return Ropes(cos, sin, jnp.asarray(plan.table_of, jnp.int32))
+    query_scale = None
+    if plan.log_n_from is not None:
+        query_scale = jnp.maximum(1, jnp.log(positions.astype(jnp.float32) + 1) / np.log(np.float32(plan.log_n_from)))
+    return Ropes(cos, sin, jnp.asarray(plan.table_of, jnp.int32), query_scale)
 
 
 def _make_rope(positions: Int32[Array, "tokens"], table: RopeTable) -> Rope:

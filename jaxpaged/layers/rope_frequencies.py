@@ -30,10 +30,15 @@ class RopeTable(NamedTuple):
 
 
 class RopePlan(NamedTuple):
-    """How each layer of a model turns: `tables[table_of[layer]]`."""
+    """How each layer of a model turns: `tables[table_of[layer]]`.
+
+    Attributes:
+        log_n_from: length behind which queries grow, as in Qwen 1; None: they do not.
+    """
 
     tables: tuple[RopeTable, ...]
     table_of: tuple[int, ...]
+    log_n_from: int | None = None
 
 
 class _Asked(NamedTuple):

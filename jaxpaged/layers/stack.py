@@ -5,11 +5,22 @@ Unrolling the layers would compile six times longer per bucket.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax import lax
+
+
+class WholeStack(nnx.Param):
+    """A parameter that a layer is given as `OfLayer`, the whole stack: for weights of which a step reads a part, such as experts'."""
+
+
+class OfLayer(NamedTuple):
+    """The place of a layer's weights, `stacked[layer]`, without the copy that taking them out would be."""
+
+    stacked: jax.Array
+    layer: jax.Array
 
 
 def make_stack[M: nnx.Module](make_layer: Callable[[], M], num_layers: int) -> M:
@@ -19,10 +30,11 @@ def make_stack[M: nnx.Module](make_layer: Callable[[], M], num_layers: int) -> M
 
 def run_stack[C](layers: nnx.Module, num_layers: int, run_layer: Callable[[Any, C, jax.Array], C], carry: C) -> C:
     """Calls `run_layer(layer, carry, index)` for each layer in turn; it is traced once."""
-    graphdef, state = nnx.split(layers)
+    graphdef, whole, sliced = nnx.split(layers, WholeStack, ...)
 
     def step(index: jax.Array, carry: C) -> C:
-        own = jax.tree.map(lambda stacked: lax.dynamic_index_in_dim(stacked, index, keepdims=False), state)
-        return run_layer(nnx.merge(graphdef, own), carry, index)
+        own = jax.tree.map(lambda stacked: lax.dynamic_index_in_dim(stacked, index, keepdims=False), sliced)
+        places = jax.tree.map(lambda stacked: OfLayer(stacked, index), whole)
+        return run_layer(nnx.merge(graphdef, own, places), carry, index)
 
     return lax.fori_loop(0, num_layers, step, carry)

@@ -69,21 +69,32 @@ class Checkpoint(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def open_checkpoint(files: "ModelFiles") -> Checkpoint:
+def open_checkpoint(files: "ModelFiles", *, load_format: str = "auto") -> Checkpoint:
     """Opens what `sources.resolve` found, and reads headers and configs; a fault in any of them shows here, before any weight is read.
+
+    Args:
+        load_format: that of `ModelConfig`; with "dummy", a folder's weights are not looked at.
 
     Raises:
         CheckpointError: a file is missing, cut or malformed; the message names it.
         UnsupportedModelError: an architecture, rope type, quantization or file format that is known and not run.
     """
+    from jaxpaged.loading.model_config import has_mxfp4
+    from jaxpaged.loading.mxfp4 import dequantized
     from jaxpaged.loading.split_tensors import split_fused
 
+    if load_format == "dummy" and files.kind == "folder":
+        from jaxpaged.loading.dummy import DummyCheckpoint
+
+        return DummyCheckpoint(files.path)
     checkpoint = _open(files)
     names = checkpoint.hf_config["architectures"]
-    if not any(name in HF_ARCHITECTURES and HF_ARCHITECTURES[name].is_fused for name in names):
-        return checkpoint
     try:
-        return split_fused(checkpoint)
+        if has_mxfp4(checkpoint.hf_config):
+            return dequantized(checkpoint)
+        if any(name in HF_ARCHITECTURES and HF_ARCHITECTURES[name].is_fused for name in names):
+            return split_fused(checkpoint)
+        return checkpoint
     except BaseException:
         checkpoint.close()
         raise

@@ -11,6 +11,7 @@ from jaxpaged.loading.disk import is_younger, remove_tree
 
 KEPT_S = 86400.0
 SOURCE = "source"
+_TEMPORARY = "jaxpaged-"
 
 
 def derived_in(model_folder: Path) -> Path:
@@ -32,6 +33,11 @@ def derived_for(path: Path, home: Path) -> Path:
         except OSError:
             pass
     return made
+
+
+def outlives_process(folder: Path) -> bool:
+    """Whether what lies in a folder that this module gave is there for the next process, too."""
+    return not folder.name.startswith(_TEMPORARY)
 
 
 def _sweep(source: str, *, keep: Path) -> None:
@@ -67,6 +73,6 @@ def _writable(folder: Path) -> Path:
             return folder
     except OSError:
         pass
-    temporary = tempfile.mkdtemp(prefix="jaxpaged-")
+    temporary = tempfile.mkdtemp(prefix=_TEMPORARY)
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return Path(temporary)

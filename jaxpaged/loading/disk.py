@@ -2,15 +2,20 @@
 
 import os
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxpaged.errors import DownloadError
 from jaxpaged.loading.progress import format_bytes
 
 SPARE_BYTES = 16 * 2**20
+UNFINISHED = ".part"
+"""Ends the names of files that are being written."""
 
 
 @contextmanager
@@ -42,6 +47,42 @@ def make_private_folder(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+
+
+def bound_folder(folder: Path, max_bytes: int) -> None:
+    """Removes the oldest files below a folder until what is left takes `max_bytes` at most; whoever reads one meanwhile makes it anew."""
+    files = []
+    for path in folder.rglob("*"):
+        try:
+            state = path.lstat()
+        except OSError:  # another process was quicker
+            continue
+        if stat.S_ISREG(state.st_mode):
+            files.append((state.st_mtime, state.st_size, path))
+    excess = sum(size for _, size, _ in files) - max_bytes
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            return
+        with suppress(OSError):
+            path.unlink()
+            excess -= size
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears as `path` at the end of the block, in place of one that is there; nothing of it stays if the block fails.
+
+    Several processes may write the same one: the last wins. It is not forced onto the disk: who reads it notices if a crash of the machine
+    left it in parts.
+    """
+    descriptor, unfinished = tempfile.mkstemp(prefix=f"{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
 
 
 def remove_tree(path: Path) -> None:

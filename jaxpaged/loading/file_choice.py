@@ -18,6 +18,7 @@ SIDE_FILES = frozenset(
         "config.json",
         "generation_config.json",
         "merges.txt",
+        "qwen.tiktoken",
         "special_tokens_map.json",
         "tokenizer.json",
         "tokenizer.model",
@@ -27,7 +28,7 @@ SIDE_FILES = frozenset(
 )
 """What is read beside the weights."""
 
-TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
+TOKENIZER_FILES = frozenset({"qwen.tiktoken", "tokenizer.json", "tokenizer.model", "vocab.json"})
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_LISTED = 8

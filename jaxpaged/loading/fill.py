@@ -3,6 +3,7 @@
 import concurrent.futures
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint
 
-IGNORABLE = ("rope_freqs.weight", "rotary_emb.inv_freq", "attention.masked_bias", "attn.masked_bias")
+IGNORABLE = ("rope_freqs.weight", "rotary_emb.inv_freq", "attention.masked_bias", "attn.masked_bias", "embeddings.position_ids")
 """Endings of tensors that old savers wrote along: constants that follow from the config."""
 
 _BLOCK_BYTES = 4 * 2**20
@@ -20,6 +21,9 @@ _ALIGNMENT_BYTES = 64
 """At this alignment jax can take a numpy array on CPU as it is, without a copy."""
 
 _MOST_FAULTS = 20
+
+_STACKED: Mapping[str, str] = MappingProxyType({"{layer}": "layers", "{expert}": "experts"})
+"""Words in the names of tables -> axes of parameters, outermost first."""
 
 
 @runtime_checkable
@@ -34,11 +38,11 @@ class ShapeDtype(Protocol):
 
 
 class _Copy(NamedTuple):
-    """One tensor of the checkpoint and where it goes: a whole parameter, or one layer of a stacked one."""
+    """One tensor of the checkpoint and where it goes: a whole parameter, one layer of a stacked one, or one expert of a layer."""
 
     name: str
     path: str
-    layer: int | None
+    place: tuple[int, ...]
     pattern: str
 
 
@@ -55,10 +59,11 @@ def fill(
 
     Args:
         weights_table: checkpoint name -> (parameter path, einops pattern "tensor -> parameter"). A name with `{layer}` stands for
-            `axis_sizes["layers"]` tensors, stacked on a leading axis of the parameter. Entries whose parameter is not expected are those
-            of other variants; their tensors are refused like any other unknown one.
+            `axis_sizes["layers"]` tensors, stacked on a leading axis of the parameter, one with `{expert}` for `axis_sizes["experts"]`
+            on the next. Entries whose parameter is not expected are those of other variants; their tensors are refused like any other
+            unknown one.
         expected: parameter path -> shape and type to keep it in.
-        axis_sizes: sizes of the axes in the patterns, and "layers".
+        axis_sizes: sizes of the axes in the patterns, "layers" and "experts".
         may_be_unread: parameter paths whose tensors may be there although the parameter is not expected.
         num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
 
@@ -76,8 +81,7 @@ def fill(
     filled = {path: aligned_empty(like.shape, np.dtype(like.dtype)) for path, like in expected.items()}
 
     def make(copy: _Copy) -> None:
-        target = filled[copy.path]
-        _copy_tensor(checkpoint, copy, target if copy.layer is None else target[copy.layer], axis_sizes)
+        _copy_tensor(checkpoint, copy, filled[copy.path][copy.place], axis_sizes)
         checkpoint.release(copy.name)
 
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:
@@ -109,22 +113,30 @@ def _bind(
     unread: set[str] = set()
     unfilled = set(expected)
     for name_pattern, (path, pattern) in weights_table.items():
-        is_stacked = "{layer}" in name_pattern
-        layers = range(axis_sizes["layers"]) if is_stacked else (None,)
-        bound = [_Copy(name_pattern.replace("{layer}", str(layer)), path, layer, pattern) for layer in layers]
+        stacked = [axis for word, axis in _STACKED.items() if word in name_pattern]
+        stack_shape = tuple(axis_sizes[axis] for axis in stacked)
+        bound = [_Copy(_named(name_pattern, index), path, index, pattern) for index in np.ndindex(stack_shape)]
         if path not in expected:
             unread |= {copy.name for copy in bound if path in may_be_unread}
             continue
         if path not in unfilled:
             raise ValueError(f"the weights table fills {path} twice")
         unfilled.remove(path)
-        shape = ((axis_sizes["layers"],) if is_stacked else ()) + _side_shape(pattern, 1, axis_sizes)
+        shape = stack_shape + _side_shape(pattern, 1, axis_sizes)
         if tuple(expected[path].shape) != shape:
             raise ValueError(f"the weights table gives {path} the shape {shape}, the model {tuple(expected[path].shape)}")
         copies += bound
     if unfilled:
         raise ValueError(f"the weights table does not fill {', '.join(sorted(unfilled))}")
     return copies, unread
+
+
+def _named(name_pattern: str, index: tuple[int, ...]) -> str:
+    numbers = iter(index)
+    for word in _STACKED:
+        if word in name_pattern:
+            name_pattern = name_pattern.replace(word, str(next(numbers)))
+    return name_pattern
 
 
 def _refuse_faults(checkpoint: Checkpoint, copies: list[_Copy], unread: set[str], axis_sizes: Mapping[str, int]) -> None:

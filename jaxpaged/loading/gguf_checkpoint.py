@@ -41,6 +41,8 @@ class GgufCheckpoint:
             if name not in architectures:
                 raise UnsupportedModelError(f"{path}: GGUF architecture {name!r:.60} is not supported, only {', '.join(architectures)}")
             self._architecture = architectures[name]
+            if metadata.get(f"{name}.expert_count", int, 0) and self._architecture.mixture is not None:
+                self._architecture = self._architecture.mixture
             _refuse_storage(path, header.tensors)
             rope_tensors = {name: self._rows(header.tensors[name]) for name in ROPE_TENSORS if name in header.tensors}
             self._tensors = _hf_names(path, self._architecture, header.tensors)
@@ -151,16 +153,29 @@ def _hf_names(path: Path, architecture: GgufArchitecture, tensors: Mapping[str, 
         stem, _, kind = name.rpartition(".")
         block = stem.split(".", 2)
         if len(block) == 3 and block[0] == "blk" and block[2] in architecture.layer_names:
-            named[f"model.layers.{block[1]}.{architecture.layer_names[block[2]]}.{kind}"] = tensor
+            hf_name = f"model.layers.{block[1]}.{architecture.layer_names[block[2]]}.{kind}"
+            named |= _one_for_each_expert(path, hf_name, tensor) if "{expert}" in hf_name else {hf_name: tensor}
         elif stem in NAMES:
             named[f"{NAMES[stem]}.{kind}"] = tensor
         else:
             named[name] = tensor
     due = tensors.keys() - set(ROPE_TENSORS)
-    if len(named) < len(due):
-        twice = due - {tensor.name for tensor in named.values()}
+    if twice := due - {tensor.name for tensor in named.values()}:
         raise CheckpointError(f"{path} has {some_of(twice)} under two names")
     return named
+
+
+def _one_for_each_expert(path: Path, hf_name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """The parts of a tensor [experts, out, in], which lie one after another."""
+    if len(tensor.shape) != 3:
+        raise CheckpointError(f"{path}: {tensor.name} has {len(tensor.shape)} dimensions instead of 3")
+    num_experts, *shape = tensor.shape
+    num_bytes = (tensor.stop - tensor.start) // num_experts
+    starts = range(tensor.start, tensor.stop, num_bytes)
+    return {
+        hf_name.replace("{expert}", str(expert)): tensor._replace(shape=tuple(shape), start=start, stop=start + num_bytes)
+        for expert, start in enumerate(starts)
+    }
 
 
 def _refuse_storage(path: Path, tensors: Mapping[str, GgufTensor]) -> None:

@@ -25,6 +25,8 @@ class GgufArchitecture(NamedTuple):
     `hf_keys`: further keys of the metadata -> of config.json; numbers.
     `layers_scaled_by_width`: the layers of the one model of a family whose scores are scaled by embed / heads, by which llama.cpp knows it;
     0: there is none.
+    `mixture`: takes the architecture's place in a file that counts experts.
+    `are_shares_renormalized`: whether the shares of a token's experts add up to 1, which files do not say.
     """
 
     hf_architecture: str
@@ -34,6 +36,8 @@ class GgufArchitecture(NamedTuple):
     norm_offset: float = 0.0
     hf_keys: Mapping[str, str] = MappingProxyType({})
     layers_scaled_by_width: int = 0
+    mixture: "GgufArchitecture | None" = None
+    are_shares_renormalized: bool = True
 
 
 NAMES: Mapping[str, str] = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
@@ -64,7 +68,30 @@ _SOFT_CAPS: Mapping[str, str] = MappingProxyType(
     {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 )
 
-LLAMA = GgufArchitecture("LlamaForCausalLM", _LAYER_NAMES, are_rotary_rows_interleaved=True, windowed_hf_architecture="MistralForCausalLM")
+_EXPERTS: Mapping[str, str] = MappingProxyType({"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"})
+
+
+def _mixture_names(router: str, experts: str, names: Mapping[str, str]) -> Mapping[str, str]:
+    """Names of a layer's tensors where experts take the place of the feed-forward block; `{expert}`: one tensor holds those of all."""
+    dense = {name: hf_name for name, hf_name in _LAYER_NAMES.items() if not hf_name.startswith("mlp.")}
+    return {**dense, "ffn_gate_inp": router, **{name: f"{experts}.{{expert}}.{hf_name}" for name, hf_name in names.items()}}
+
+
+_MIXTRAL = GgufArchitecture(
+    "MixtralForCausalLM",
+    _mixture_names(
+        "block_sparse_moe.gate", "block_sparse_moe.experts", {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+    ),
+    are_rotary_rows_interleaved=True,
+)
+
+LLAMA = GgufArchitecture(
+    "LlamaForCausalLM",
+    _LAYER_NAMES,
+    are_rotary_rows_interleaved=True,
+    windowed_hf_architecture="MistralForCausalLM",
+    mixture=_MIXTRAL,
+)
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
@@ -85,9 +112,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         ),
         "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
+        "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", {**_mixture_names("mlp.gate", "mlp.experts", _EXPERTS), **_QK_NORMS}),
     }
 )
-"""`general.architecture` -> how to read it. Mistral's files say `llama`."""
+"""`general.architecture` -> how to read it. Mistral's and Mixtral's files say `llama`."""
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Constants of rotary positions that stand in files as tensors: divisors of the frequencies."""
@@ -130,14 +158,17 @@ def read_hf_config(
 
     Raises:
         CheckpointError: a key is missing or makes no sense.
-        UnsupportedModelError: a mixture of experts, a part of a split file, heads rotated in part, or an unknown scaling of positions.
+        UnsupportedModelError: experts where the architecture has none, a part of a split file, heads rotated in part, or an unknown
+            scaling of positions.
     """
     path = metadata.path
     prefix = metadata.get("general.architecture", str)
     if metadata.get("split.count", int, 0) > 1:
         raise UnsupportedModelError(f"{path} is one part of a split file: merge its parts with llama-gguf-split --merge")
-    if metadata.get(f"{prefix}.expert_count", int, 0):
-        raise UnsupportedModelError(f"{path}: mixtures of experts ({prefix}.expert_count) are not supported in GGUF files")
+    if metadata.get(f"{prefix}.expert_count", int, 0) and not HF_ARCHITECTURES[architecture.hf_architecture].is_mixture:
+        raise UnsupportedModelError(
+            f"{path}: mixtures of experts ({prefix}.expert_count) are not supported in GGUF files of this architecture"
+        )
     embedding = shapes.get("model.embed_tokens.weight")
     if embedding is None or len(embedding) != 2:
         raise CheckpointError(f"{path} has no token_embd.weight with two dimensions")
@@ -180,6 +211,13 @@ def read_hf_config(
         config["original_max_position_embeddings"] = metadata.get(original, int)
     if window or HF_ARCHITECTURES[hf_architecture].default_window is not None:
         config["sliding_window"] = window or None
+    if HF_ARCHITECTURES[hf_architecture].is_mixture:
+        config |= {
+            "num_experts": metadata.get(f"{prefix}.expert_count", int),
+            "num_experts_per_tok": metadata.get(f"{prefix}.expert_used_count", int),
+            "moe_intermediate_size": metadata.get(f"{prefix}.expert_feed_forward_length", int, config["intermediate_size"]),
+            "norm_topk_prob": architecture.are_shares_renormalized,
+        }
     if metadata.has(pattern := f"{prefix}.attention.sliding_window_pattern"):
         config["sliding_window_pattern"] = metadata.get(pattern, int)
     for key, hf_key in architecture.hf_keys.items():

@@ -29,6 +29,8 @@ _GEMMA: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+_QWEN_MIXTURE: Mapping[str, Any] = MappingProxyType({**_DEFAULTS, "max_position_embeddings": 32_768, "norm_topk_prob": False})
+
 
 class HfArchitecture(NamedTuple):
     """One architecture of transformers.
@@ -37,12 +39,16 @@ class HfArchitecture(NamedTuple):
         model_type: of its configs.
         defaults: values of keys that are left out or null.
         absent: values of keys that are left out, where null has a meaning of its own.
+        renamed: its words for keys -> ours.
         window_rule: which layers are windowed.
         has_layer_types: whether a list `layer_types` goes before the rule.
         default_window: `sliding_window` when the key is left out; a null there means none.
         rope_theta: base of the rotary frequencies when none is named.
+        rope_scaling: of the rotary frequencies when nothing is said of them.
         local_rope_theta: of the windowed layers, where those have a base of their own.
         partial_rotary: whether a part of each head may be turned.
+        is_mixture: whether its feed-forward blocks are mixtures of experts; see `loading.mixture_config`.
+        may_be_mxfp4: whether experts may be stored in 4 bits; see `loading.mxfp4`.
         is_fused: whether q, k and v lie in one tensor of its checkpoints, and gate and up in one.
         rope_aliases: other names of rope types.
     """
@@ -50,12 +56,16 @@ class HfArchitecture(NamedTuple):
     model_type: str
     defaults: Mapping[str, Any]
     absent: Mapping[str, Any] = MappingProxyType({})
+    renamed: Mapping[str, str] = MappingProxyType({})
     window_rule: WindowRule = "none"
     has_layer_types: bool = False
     default_window: int | None = None
     rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] = MappingProxyType({})
     local_rope_theta: float | None = None
     partial_rotary: bool = False
+    is_mixture: bool = False
+    may_be_mxfp4: bool = False
     is_fused: bool = False
     rope_aliases: Mapping[str, str] = MappingProxyType({})
 
@@ -83,6 +93,65 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             has_layer_types=True,
             default_window=4096,
         ),
+        "MixtralForCausalLM": HfArchitecture(
+            "mixtral",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            window_rule="all",
+            rope_theta=1_000_000.0,
+            is_mixture=True,
+        ),
+        "Qwen2MoeForCausalLM": HfArchitecture(
+            "qwen2_moe",
+            {
+                **_QWEN_MIXTURE,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+            },
+            is_mixture=True,
+        ),
+        "Qwen3MoeForCausalLM": HfArchitecture(
+            "qwen3_moe",
+            {**_QWEN_MIXTURE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            is_mixture=True,
+        ),
+        "GptOssForCausalLM": HfArchitecture(
+            "gpt_oss",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "head_dim": 64,
+                "attention_bias": True,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+            },
+            window_rule="alternating",
+            has_layer_types=True,
+            default_window=128,
+            rope_theta=150_000.0,
+            rope_scaling=MappingProxyType(
+                {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            ),
+            is_mixture=True,
+            may_be_mxfp4=True,
+        ),
         "SmolLM3ForCausalLM": HfArchitecture(
             "smollm3",
             {**_DEFAULTS, "max_position_embeddings": 32_768, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
@@ -108,6 +177,29 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             default_window=4096,
             rope_theta=1_000_000.0,
             local_rope_theta=10_000.0,
+        ),
+        "BertModel": HfArchitecture(
+            "bert",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 512,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-12,
+                "type_vocab_size": 2,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "QWenLMHeadModel": HfArchitecture(
+            "qwen",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 8192,
+                "seq_length": 2048,
+                "use_dynamic_ntk": True,
+                "use_logn_attn": True,
+            },
+            renamed=MappingProxyType({"layer_norm_epsilon": "rms_norm_eps", "kv_channels": "head_dim", "rotary_emb_base": "rope_theta"}),
+            is_fused=True,
         ),
         "Phi3ForCausalLM": HfArchitecture(
             "phi3",

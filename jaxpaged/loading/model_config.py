@@ -13,8 +13,9 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, is_positive, kind_of
-from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfArchitecture, HfConfig
 from jaxpaged.loading.layer_windows import settle_windows
+from jaxpaged.loading.mixture_config import settle_mixture
 from jaxpaged.loading.rope_config import settle_rope
 
 _MODEL_TYPES = MappingProxyType({known.model_type: name for name, known in HF_ARCHITECTURES.items()})
@@ -90,27 +91,32 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     known = next((HF_ARCHITECTURES[name] for name in names if name in HF_ARCHITECTURES), None)
     if known is None:
         return config
-    _refuse_quantization(config, source)
+    _refuse_quantization(config, known, source)
+    for theirs, key in known.renamed.items():
+        if theirs in config:
+            config.setdefault(key, config[theirs])
     for key, value in known.defaults.items():
         if config.get(key) is None:
             config[key] = value
     config = {**known.absent, **config}
     faults = _settle_counts(config)
     has_sizes = not faults
-    if not is_number(config["rms_norm_eps"]) or not 0 < config["rms_norm_eps"] < 1:
-        faults.append(f"rms_norm_eps should be a number between 0 and 1, not {config['rms_norm_eps']!r:.60}")
-    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-        if not isinstance(config[key], bool):
+    for key in ("rms_norm_eps", "layer_norm_eps"):
+        if key in config and (not is_number(config[key]) or not 0 < config[key] < 1):
+            faults.append(f"{key} should be a number between 0 and 1, not {config[key]!r:.60}")
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_dynamic_ntk", "use_logn_attn"):
+        if not isinstance(config.get(key, False), bool):
             faults.append(f"{key} should be true or false, not {config[key]!r:.60}")
     for key in ("hidden_act", "hidden_activation"):
         if not isinstance(config.get(key, ""), str):
             faults.append(f"{key} should be a name, not {config[key]!r:.60}")
-    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit", "swiglu_alpha"):
         if config.get(key) is not None and not is_positive(config[key]):
             faults.append(f"{key} should be a positive number, not {config[key]!r:.60}")
     faults += settle_rope(config, known, source, has_sizes=has_sizes)
     if has_sizes:
         faults += settle_windows(config, known, source)
+        faults += settle_mixture(config, source) if known.is_mixture else []
     if faults:
         raise CheckpointError(f"{source}: {'; '.join(faults)}")
     for key in ("bos_token_id", "eos_token_id"):
@@ -138,7 +144,7 @@ def _settle_counts(config: HfConfig) -> list[str]:
         if hidden % heads:
             faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         config["head_dim"] = hidden // heads
-    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for key in (*_REQUIRED_COUNTS, "num_key_value_heads", "head_dim", "max_position_embeddings", "type_vocab_size", "seq_length"):
         if config.get(key) is not None and not is_count(config[key]):
             faults.append(f"{key} should be a positive integer, not {config[key]!r:.60}")
     if faults:
@@ -153,10 +159,16 @@ def _settle_counts(config: HfConfig) -> list[str]:
     return faults
 
 
-def _refuse_quantization(config: Mapping[str, Any], source: str) -> None:
+def has_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that experts are stored in 4 bits."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
+def _refuse_quantization(config: Mapping[str, Any], architecture: HfArchitecture, source: str) -> None:
     for key in ("quantization_config", "compression_config"):
         quantization = config.get(key)
-        if quantization:
+        if quantization and not (architecture.may_be_mxfp4 and key == "quantization_config" and has_mxfp4(config)):
             method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
             raise UnsupportedModelError(f"{source}: quantized weights ({key}: {method!s:.60}) are not supported; use the unquantized model")
 

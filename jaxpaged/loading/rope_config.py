@@ -37,7 +37,7 @@ def settle_rope(config: HfConfig, architecture: HfArchitecture, source: str, *, 
         if faults:
             return faults
     else:
-        parameters = config.get("rope_scaling") or parameters or {}
+        parameters = config.get("rope_scaling") or parameters or dict(architecture.rope_scaling)
     config["rope_scaling"] = None
     if not isinstance(parameters, dict):
         return [f"rope_scaling or rope_parameters should be an object, not {kind_of(parameters)}"]

@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import NativeDtype, StoredTensor, some_of
+from jaxpaged.loading.fill import IGNORABLE
 from jaxpaged.loading.mapped_file import MappedFile
-from jaxpaged.loading.model_config import read_folder_config, read_generation_config
+from jaxpaged.loading.model_config import has_mxfp4, read_folder_config, read_generation_config
 from jaxpaged.loading.safetensors_header import StoredBytes, bounded_json, read_safetensors_header
 
 _INDEX = "model.safetensors.index.json"
@@ -27,6 +28,8 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_BYTES: dict[str, np.dtype] = {"U8": np.dtype(np.uint8)}
+"""Of weights in 4 bits, where the config says that there are some; see `loading.mxfp4`."""
 _NATIVE: dict[str, NativeDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -57,8 +60,8 @@ class SafetensorsCheckpoint:
             raise
         num_values = Counter[str]()
         for _, stored in self._places.values():
-            num_values[stored.dtype_name] += prod(stored.shape)
-        self.native_dtype: NativeDtype = _NATIVE[max(num_values, key=lambda name: num_values[name])]
+            num_values[stored.dtype_name] += prod(stored.shape) if stored.dtype_name in _NATIVE else 0
+        self.native_dtype: NativeDtype = _NATIVE[max(_NATIVE, key=lambda name: num_values[name])]
 
     def names(self) -> set[str]:
         return set(self.tensors)
@@ -71,7 +74,7 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> np.ndarray:
         file, stored = self._places[name]
-        return file.view(stored.start, stored.stop).view(_DTYPES[stored.dtype_name]).reshape(stored.shape)
+        return file.view(stored.start, stored.stop).view(self.dtype(name)).reshape(stored.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self.read(name)[start:stop]
@@ -164,7 +167,12 @@ class SafetensorsCheckpoint:
         return set(found)
 
     def _readable(self) -> dict[str, StoredTensor]:
-        strange = [f"{name} ({stored.dtype_name})" for name, (_, stored) in self._places.items() if stored.dtype_name not in _DTYPES]
+        # Constants that nobody reads may be of any type: BERT's positions are integers.
+        self._places = {
+            name: place for name, place in self._places.items() if place[1].dtype_name in _DTYPES or not name.endswith(IGNORABLE)
+        }
+        dtypes = _DTYPES | _BYTES if has_mxfp4(self.hf_config) else _DTYPES
+        strange = [f"{name} ({stored.dtype_name})" for name, (_, stored) in self._places.items() if stored.dtype_name not in dtypes]
         if strange:
             raise UnsupportedModelError(f"{self.folder}: weights stored as {', '.join(_DTYPES)} are read, not {some_of(strange)}")
-        return {name: StoredTensor(stored.shape, _DTYPES[stored.dtype_name]) for name, (_, stored) in self._places.items()}
+        return {name: StoredTensor(stored.shape, dtypes[stored.dtype_name]) for name, (_, stored) in self._places.items()}

@@ -10,6 +10,8 @@ from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype, StoredTensor, s
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "self_attn.qkv_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "attn.c_attn.weight": ("attn.q.weight", "attn.k.weight", "attn.v.weight"),
+    "attn.c_attn.bias": ("attn.q.bias", "attn.k.bias", "attn.v.bias"),
     "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
 }
 """Ending of a tensor's name -> endings of its parts, which are blocks of its rows in this order."""
@@ -31,7 +33,7 @@ def split_fused(checkpoint: Checkpoint) -> Checkpoint:
             if not name.endswith(ending):
                 continue
             ends = np.cumsum(sizes[ending]).tolist()
-            if len(checkpoint.shape(name)) != 2 or checkpoint.shape(name)[0] != ends[-1]:
+            if len(checkpoint.shape(name)) != (1 if ending.endswith("bias") else 2) or checkpoint.shape(name)[0] != ends[-1]:
                 faults.append(f"{name} has shape {list(checkpoint.shape(name))} instead of {ends[-1]} rows")
             stem = name.removesuffix(ending)
             starts = [0, *ends[:-1]]
@@ -47,8 +49,9 @@ def _part_rows(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
     heads, kv_heads, head_dim, ffw = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     )
+    of_heads = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     return {
-        "self_attn.qkv_proj.weight": (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim),
+        **dict.fromkeys(("self_attn.qkv_proj.weight", "attn.c_attn.weight", "attn.c_attn.bias"), of_heads),
         "mlp.gate_up_proj.weight": (ffw, ffw),
     }
 

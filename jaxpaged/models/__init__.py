@@ -21,11 +21,13 @@ class Architecture(NamedTuple):
         family: module in this package.
         models: what people call the models, for the README.
         traits: further arguments of the family's `Config.from_hf`: how these models differ from others of the family.
+        is_encoder: whether a prompt is computed whole, each token seeing all of it, and embeddings are all that it makes.
     """
 
     family: str
     models: str
     traits: Mapping[str, Any] = MappingProxyType({})
+    is_encoder: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -33,10 +35,18 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "LlamaForCausalLM": Architecture("llama", "Llama 2, 3, 3.1, 3.2, 3.3; SmolLM, SmolLM 2"),
         "MistralForCausalLM": Architecture("llama", "Mistral 7B, Mistral Nemo, Mistral Small"),
         "MinistralForCausalLM": Architecture("llama", "Ministral 8B"),
+        "QWenLMHeadModel": Architecture("qwen", "Qwen 1 (Qwen-7B-Chat and its like)"),
         "Qwen2ForCausalLM": Architecture("llama", "Qwen 2, Qwen 2.5, QwQ", {"has_qkv_bias": True}),
         "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
         "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),
+        "MixtralForCausalLM": Architecture("mixtral", "Mixtral 8x7B, 8x22B", {"is_mixture": True}),
+        "Qwen2MoeForCausalLM": Architecture("qwen_moe", "Qwen 1.5 MoE, Qwen 2 57B-A14B", {"has_qkv_bias": True, "is_mixture": True}),
+        "Qwen3MoeForCausalLM": Architecture(
+            "qwen_moe", "Qwen 3 30B-A3B, 235B-A22B; Qwen 3 Coder", {"has_qk_norm": True, "is_mixture": True}
+        ),
+        "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss 20B, 120B"),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
+        "BertModel": Architecture("bert", "MiniLM and other sentence transformers (embeddings)", is_encoder=True),
         "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),
         "Gemma3ForCausalLM": Architecture("gemma", "Gemma 3 (text: 270M, 1B, and others without their vision part)", {"has_qk_norm": True}),
@@ -118,7 +128,8 @@ def models_table() -> str:
     """The table of supported models in the README, in Markdown."""
     gguf: dict[str, list[str]] = {}
     for name, read in GGUF_ARCHITECTURES.items():
-        for architecture in (read.hf_architecture, read.windowed_hf_architecture):
+        of_mixture = None if read.mixture is None else read.mixture.hf_architecture
+        for architecture in (read.hf_architecture, read.windowed_hf_architecture, of_mixture):
             if architecture is not None:
                 gguf.setdefault(architecture, []).append(f"`{name}`")
     rows = [

@@ -18,6 +18,7 @@ from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.attention import Attention
 from jaxpaged.layers.kv_places import KVPlace, KVPlaces
 from jaxpaged.layers.linear import Embedding, Linear, matmul
+from jaxpaged.layers.mixture import Mixture
 from jaxpaged.layers.mlp import GatedMLP, known_activation
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope, make_ropes
@@ -46,6 +47,7 @@ class Config(NamedTuple):
     is_tied: bool
     dtype: np.dtype
     windows: tuple[int | None, ...]
+    mixture: Mixture | None = None
 
     @classmethod
     def from_hf(
@@ -57,6 +59,7 @@ class Config(NamedTuple):
         has_qkv_bias: bool = False,
         has_qk_norm: bool = False,
         are_norms_wide: bool = False,
+        is_mixture: bool = False,
     ) -> "Config":
         """Reads a config as `loading.model_config.settle` leaves it.
 
@@ -65,16 +68,18 @@ class Config(NamedTuple):
             has_qkv_bias: the family's, whatever its configs say.
             has_qk_norm: likewise.
             are_norms_wide: whether norms multiply before they round; see `RMSNorm`.
+            is_mixture: whether feed-forward blocks are mixtures of experts, which `mixtral.py` runs.
 
         Raises:
             UnsupportedModelError: a variant we do not run.
         """
         if hf["mlp_bias"]:
             raise UnsupportedModelError("mlp_bias is not supported")
+        mixture = _mixture(hf) if is_mixture else None
         return cls(
             vocab=hf["vocab_size"],
             embed=hf["hidden_size"],
-            ffw=hf["intermediate_size"],
+            ffw=hf["intermediate_size"] if mixture is None else mixture.ffw,
             layers=hf["num_hidden_layers"],
             heads=hf["num_attention_heads"],
             kv_heads=hf["num_key_value_heads"],
@@ -90,18 +95,32 @@ class Config(NamedTuple):
             is_tied=hf["tie_word_embeddings"],
             dtype=dtype,
             windows=tuple(hf["layer_windows"]),
+            mixture=mixture,
         )
 
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Axis words of `WEIGHTS` -> sizes."""
         words = ("vocab", "embed", "ffw", "layers", "heads", "kv_heads", "head_dim")
-        return {word: getattr(self, word) for word in words}
+        sizes = {word: getattr(self, word) for word in words}
+        if self.mixture is not None:
+            sizes |= {"experts": self.mixture.experts, "shared_ffw": self.mixture.shared_ffw or 0}
+        return sizes
 
     @property
     def norm(self) -> Callable[[int], RMSNorm]:
         """Makes a norm from its width."""
         return partial(RMSNorm, eps=self.norm_eps, dtype=self.dtype, is_scaled_wide=self.are_norms_wide)
+
+
+def _mixture(hf: dict[str, Any]) -> Mixture:
+    return Mixture(
+        experts=hf["num_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        ffw=hf["moe_intermediate_size"],
+        renormalizes=hf["norm_topk_prob"],
+        shared_ffw=hf["shared_expert_intermediate_size"],
+    )
 
 
 def rope_plan(hf: dict[str, Any], max_model_len: int | None) -> RopePlan:

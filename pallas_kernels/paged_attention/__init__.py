@@ -4,10 +4,12 @@ Sequence s owns the query rows `cu_q_lens[s] : cu_q_lens[s + 1]` of `q`; they ar
 position `kv_lens[s] - q_len + i` and sees every earlier position and itself. Token t of the sequence lies in page
 `page_tables[s, t // page_size]` at offset `t % page_size`; its key and value must already be written.
 
+* Without `is_causal` a row sees all of its sequence, its later positions too.
 * Rows from `cu_q_lens[-1]` on are padding and come out exactly 0.
 * A padding sequence repeats `cu_q_lens` and has `kv_len` 0; whatever its page table holds is never looked at.
 * Memory that no sequence owns (other pages, and the rest of a last page) may hold anything, NaN included.
 * With a window, page table entries for pages that no query row sees may name any page: they may have been given to others.
+* With sinks, each head has one more logit beside those of the positions, with no value behind it: it takes its share of the softmax.
 * The result of a row depends on its own sequence only.
 """
 
@@ -32,6 +34,7 @@ def _common_refusals(
     group: Any = None,
     sliding_window: Any = None,
     sinks: Any = None,
+    is_causal: bool = True,
     **__: Any,
 ) -> list[str]:
     refusals = []
@@ -47,14 +50,16 @@ def _common_refusals(
         refusals.append(f"head_dim of q {q.shape[2]} and of the pages {k_pages.shape[-1]} differ")
     if isinstance(sliding_window, int) and sliding_window < 1:
         refusals.append(f"sliding_window must be at least 1, got {sliding_window}")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        refusals.append(f"sinks {sinks.shape} is not one number a query head, of which there are {q.shape[1]}")
+    if not is_causal and sliding_window is not None:
+        refusals.append("a sliding window looks back, and rows that see everything have none")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        refusals.append(f"sinks of shape {sinks.shape} for {q.shape[1]} heads")
     return refusals
 
 
 def _mosaic_gpu_refusals(q: Any, k_pages: Any, *args: Any, **options: Any) -> list[str]:
     # Its own words only for operands that make sense at all.
-    return _common_refusals(q, k_pages, *args, **options) or mosaic_gpu.refusals(q, k_pages)
+    return _common_refusals(q, k_pages, *args, **options) or mosaic_gpu.refusals(q, k_pages, options.get("is_causal", True))
 
 
 OP = Op(
@@ -82,11 +87,12 @@ def paged_attention(
     sliding_window: int | Int32[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    is_causal: bool = True,
     k_scale: float | Float[Array, ""] = 1.0,
     v_scale: float | Float[Array, ""] = 1.0,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Causal attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
+    """Attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
 
     Args:
         q: queries of all sequences, one after another, rotary embedding applied.
@@ -101,7 +107,8 @@ def paged_attention(
         sliding_window: a row sees itself and at most this many minus one positions before it; an array when it differs from layer
             to layer, `NO_WINDOW` for those that see everything.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` before masking.
-        sinks: for each query head a logit that every row sees beside the keys, as it is, and that has no value.
+        sinks: a finite logit for each head that takes part in the softmax and gives nothing; neither scaled nor capped.
+        is_causal: whether a row sees its own position and those before it, or all.
         k_scale: what is stored in `k_pages` stands for `k_scale` times it.
         v_scale: likewise for `v_pages`.
         implementation: "reference", "xla" or "mosaic_gpu"; None takes the best for the device.
@@ -120,6 +127,7 @@ def paged_attention(
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
         "sinks": sinks,
+        "is_causal": is_causal,
         "k_scale": k_scale,
         "v_scale": v_scale,
     }

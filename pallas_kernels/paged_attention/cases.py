@@ -17,14 +17,15 @@ class Case(NamedTuple):
     page_size: int
     sliding_window: int | None = None
     soft_cap: float | None = None
-    num_padding_tokens: int = 0
-    num_padding_seqs: int = 0
-    tags: tuple[str, ...] = ("ci",)
     has_sinks: bool = False
+    is_causal: bool = True
     k_scale: float = 1.0
     v_scale: float = 1.0
     dtype: str = "float32"
     page_dtype: str | None = None
+    num_padding_tokens: int = 0
+    num_padding_seqs: int = 0
+    tags: tuple[str, ...] = ("ci",)
 
 
 CASES = (
@@ -46,10 +47,11 @@ CASES = (
     Case("window_over_chunks", ((150, 400), (1, 500)), 4, 1, 16, 16, sliding_window=130),
     Case("window_far_apart", ((1, 700), (1, 33), (1, 1), (70, 900), (1, 256), (3, 3)), 4, 2, 16, 8, sliding_window=32),
     Case("soft_cap", ((1, 77), (33, 90)), 4, 2, 32, 16, soft_cap=5.0),
-    Case("sinks", ((1, 77), (33, 90), (2, 2)), 6, 2, 32, 16, num_padding_tokens=2, num_padding_seqs=1, has_sinks=True),
-    Case("sinks_window_cap", ((1, 300), (40, 70), (1, 5)), 4, 4, 16, 8, sliding_window=20, soft_cap=3.0, has_sinks=True),
-    Case("scales", ((1, 77), (9, 90)), 4, 2, 32, 16, k_scale=0.5, v_scale=3.0),
+    Case("sinks", ((1, 7), (1, 131), (33, 90), (2, 2), (5, 5)), 6, 2, 16, 8, has_sinks=True, num_padding_tokens=3, num_padding_seqs=2),
+    Case("sinks_window", ((1, 300), (1, 1), (70, 200)), 3, 3, 16, 8, sliding_window=32, has_sinks=True, num_padding_tokens=2),
+    Case("bidirectional", ((67, 67), (1, 1), (2, 2), (130, 130)), 4, 2, 16, 8, is_causal=False, num_padding_tokens=2, num_padding_seqs=1),
     Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
+    Case("scales", ((1, 77), (9, 90)), 4, 2, 32, 16, k_scale=0.5, v_scale=3.0),
     Case(
         "gpu_ragged",
         ((1, 1), (1, 129), (3, 5), (1, 64), (1, 65)),
@@ -181,25 +183,21 @@ def make(case: Case, seed: int = 0, dtype: str | None = None) -> dict[str, np.nd
     q[sum(q_lens) :] = np.nan
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     q_dtype, page_dtype = dtype or case.dtype, dtype or case.page_dtype or case.dtype
-    operands = {
+    # As large as the largest logits, so that they take a share that shows.
+    sinks = {"sinks": (1 + rng.standard_normal(case.heads)).astype(q_dtype)} if case.has_sinks else {}
+    return {
         "q": q.astype(q_dtype),
         "k_pages": k_pages.astype(page_dtype),
         "v_pages": v_pages.astype(page_dtype),
         "page_tables": page_tables,
         "kv_lens": np.array(kv_lens, np.int32),
         "cu_q_lens": cu_q_lens,
+        **sinks,
     }
-    if case.has_sinks:
-        operands["sinks"] = rng.standard_normal(case.heads).astype(np.float32)
-    return operands
 
 
 def options(case: Case) -> dict[str, float | int | None]:
     """Keyword arguments of a case."""
-    return {
-        "scale": case.head_dim**-0.5,
-        "sliding_window": case.sliding_window,
-        "soft_cap": case.soft_cap,
-        "k_scale": case.k_scale,
-        "v_scale": case.v_scale,
-    }
+    named: dict[str, float | int | None] = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    scales = {"scale": case.head_dim**-0.5, "k_scale": case.k_scale, "v_scale": case.v_scale}
+    return {"is_causal": case.is_causal, **scales, **named}

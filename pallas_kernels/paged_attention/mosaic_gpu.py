@@ -20,12 +20,14 @@ HOPPER_MULTIPROCESSORS = 132
 MAX_HEAD_DIM = 256
 
 
-def refusals(q: Any, k_pages: Any) -> list[str]:
+def refusals(q: Any, k_pages: Any, is_causal: bool) -> list[str]:
     """A sentence for each thing that the kernels cannot do; the operands follow the contract."""
     target = gpu_target()
     if target is None:
         return ["it needs an NVIDIA GPU of compute capability 9.0, and this program is for another device"]
     found = domain_refusals(q, k_pages)
+    if not is_causal:
+        found.append("its rows see no later positions")
     if target.capability != HOPPER:
         has = "an unknown one" if target.capability is None else ".".join(map(str, target.capability))
         found.append(f"it needs compute capability 9.0, and {target.kind} has {has}")
@@ -65,6 +67,7 @@ def paged_attention(
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
     sinks: Float[Array, "heads"] | None = None,
+    is_causal: bool = True,
     k_scale: float | Float[Array, ""] = 1.0,
     v_scale: float | Float[Array, ""] = 1.0,
     num_ctas: int | None = None,
@@ -117,6 +120,7 @@ def paged_attention(
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
+            is_causal=is_causal,
             k_scale=k_scale,
             v_scale=v_scale,
         )

@@ -18,7 +18,8 @@ def paged_attention(
     scale: float,
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
-    sinks: Float[Array, "heads"] | None = None,
+    sinks: Float[Array, "heads"] | None,
+    is_causal: bool,
     k_scale: float | Float[Array, ""] = 1.0,
     v_scale: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -34,7 +35,7 @@ def paged_attention(
     seq = jnp.searchsorted(cu_q_lens, token, side="right") - 1  # the last sequence that begins at or before this row
     is_live = token < cu_q_lens[-1]
     seq = jnp.where(is_live, seq, 0)
-    position = kv_lens[seq] - cu_q_lens[seq + 1] + token
+    position = kv_lens[seq] - cu_q_lens[seq + 1] + token if is_causal else kv_lens[seq] - 1
 
     def history(pages: Array) -> Array:  # -> [tokens, kv_heads, max_pages * page_size, head_dim]
         own = jnp.moveaxis(pages[page_tables[seq]], 2, 1)
@@ -50,18 +51,15 @@ def paged_attention(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
-    peak = logits.max(-1, keepdims=True)
+    takes_part = jnp.broadcast_to(visible[:, None, None], logits.shape)
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1)
-        peak = jnp.maximum(peak, sink)
-    peak = jnp.where(peak == -jnp.inf, 0, peak)
-    weights = jnp.exp(logits - peak)
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total += jnp.exp(sink - peak)
-    weights = weights / jnp.where(total == 0, 1, total)
+        of_row = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1), (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, of_row], axis=-1)
+        takes_part = jnp.concatenate([takes_part, jnp.ones_like(of_row, bool)], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1, where=takes_part)[..., : keys.shape[2]]
     # What is not visible may be NaN, and 0 * NaN is NaN: the values are masked as well as the logits.
     values = jnp.where(visible[:, None, :, None], values, 0)
+    weights = jnp.where(visible[:, None, None], weights, 0)
     out = jnp.einsum("tkgp,tkpd->tkgd", weights, values, precision=jax.lax.Precision.HIGHEST)
     out = jnp.where(is_live[:, None, None], out.reshape(q.shape), 0)
     return out.astype(q.dtype)

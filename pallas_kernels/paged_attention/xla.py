@@ -37,8 +37,8 @@ class _Pool(NamedTuple):
     scale: float | Float[Array, ""]
     sliding_window: int | Int32[Array, ""] | None
     soft_cap: float | None
-    precision: lax.Precision | None
     sinks: Float[Array, "kv_heads heads"] | None
+    precision: lax.Precision | None
     v_scale: float | Float[Array, ""]
 
 
@@ -52,10 +52,11 @@ def paged_attention(
     *,
     layer: int | Int32[Array, ""] | None,
     group: int | Int32[Array, ""] | None,
-    scale: float,
+    scale: float | Float[Array, ""],
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
-    sinks: Float[Array, "heads"] | None = None,
+    sinks: Float[Array, "heads"] | None,
+    is_causal: bool,
     k_scale: float | Float[Array, ""] = 1.0,
     v_scale: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -69,34 +70,23 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     pages_per_chunk = max(1, min(CHUNK_TOKENS // page_size, page_tables.shape[2]))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None  # never TF32
+
     # A one-row low-precision dot is pathologically slow in XLA's CPU backend (about 200 ms a step), so a lone head gets a twin.
     # The rows of a block are laid out beside the query heads that share a KV head: [.., kv_heads, rows * heads, head_dim].
     twin = 2 if heads_per_kv_head == 1 and q.dtype != jnp.float32 else 1
-    heads_first = q.reshape(num_tokens, num_kv_heads, heads_per_kv_head, head_dim)
-    heads_first = jnp.repeat(heads_first, twin, axis=2) if twin > 1 else heads_first
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, heads_per_kv_head), twin, axis=1)
-    pool = _Pool(
-        k_pages,
-        v_pages,
-        page_tables,
-        layer,
-        group,
-        pages_per_chunk,
-        scale * k_scale,
-        sliding_window,
-        soft_cap,
-        precision,
-        sinks,
-        v_scale,
-    )
+    scale = scale * k_scale
+    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, sinks, precision, v_scale)
+    heads_first = q.reshape(num_tokens, num_kv_heads, heads_per_kv_head, head_dim)
+    heads_first = jnp.repeat(heads_first, twin, axis=2) if twin > 1 else heads_first
     block_rows = min(PREFILL_BLOCK_ROWS, num_tokens)
     # Rows past the end, so that a block at the end of the batch is never clamped back onto earlier rows.
     heads_first = jnp.pad(heads_first, ((0, block_rows), (0, 0), (0, 0), (0, 0)))
     out = jnp.zeros(heads_first.shape, q.dtype)
     out = _decode_blocks(heads_first, out, pool, kv_lens, cu_q_lens)
     if num_tokens > 1:
-        out = _prefill_blocks(heads_first, out, pool, kv_lens, cu_q_lens, block_rows)
+        out = _prefill_blocks(heads_first, out, pool, kv_lens, cu_q_lens, block_rows, is_causal)
     return out[:num_tokens, :, ::twin].reshape(num_tokens, num_heads, head_dim)
 
 
@@ -122,7 +112,7 @@ def _decode_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens:
     return lax.fori_loop(0, -(-num_decodes // block_seqs), block, out)
 
 
-def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens: Array, block_rows: int) -> Array:
+def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens: Array, block_rows: int, is_causal: bool) -> Array:
     num_kv_heads, num_heads, head_dim = q.shape[1:]
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     num_blocks = jnp.where(q_lens > 1, -(-q_lens // block_rows), 0)
@@ -134,7 +124,8 @@ def _prefill_blocks(q: Array, out: Array, pool: _Pool, kv_lens: Array, cu_q_lens
         start = cu_q_lens[seq] + first
         row = first + jnp.arange(block_rows)
         is_own = row < q_lens[seq]
-        position = jnp.where(is_own, kv_lens[seq] - q_lens[seq] + row, -1)
+        # A row that sees everything stands at the last position, as far as attention goes.
+        position = jnp.where(is_own, kv_lens[seq] - q_lens[seq] + row if is_causal else kv_lens[seq] - 1, -1)
         lens = jnp.minimum(kv_lens[seq], jnp.max(position) + 1)[None]
         queries = lax.dynamic_slice_in_dim(q, start, block_rows)
         queries = queries.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, block_rows * num_heads, head_dim)
@@ -200,12 +191,10 @@ def _attend(
         return _Walk(peak, walk.total * decay + weights.sum(-1), walk.values * decay[..., None] + summed)
 
     shape = queries.shape[:-1]
-    peak, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-    if pool.sinks is not None:
-        # A sink is a logit that every row sees, without a value.
-        peak = jnp.broadcast_to(jnp.tile(pool.sinks, (1, shape[-1] // pool.sinks.shape[1])), shape)
-        total = jnp.exp(peak - jnp.where(peak == -jnp.inf, 0, peak))
-    start = _Walk(peak, total, jnp.zeros((*shape, head_dim)))
+    start = _Walk(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    if pool.sinks is not None:  # what a row has seen before its first position
+        of_rows = jnp.tile(pool.sinks, (1, shape[-1] // pool.sinks.shape[1]))
+        start = start._replace(peak=jnp.broadcast_to(of_rows, shape), total=jnp.ones(shape))
     num_chunks = jnp.max(-(-lens // chunk) - first_chunk)
     end = lax.fori_loop(0, num_chunks, step, start)
     return end.values / jnp.where(end.total == 0, 1, end.total)[..., None] * pool.v_scale

@@ -1,12 +1,12 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
@@ -18,7 +18,7 @@ from server.operations import GENERATION_STATUSES, Operation
 from server.protocol.bodies import BodyReader
 from server.protocol.chat import AnswerMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatRequest, ChatResponse, Delta, Message
 from server.protocol.fields import CHAT
-from server.protocol.generation import make_timings
+from server.protocol.generation import Timings, make_timings
 from server.requests import (
     FINGERPRINT,
     Asked,
@@ -30,7 +30,7 @@ from server.requests import (
     json_response,
     sampling_params,
 )
-from server.streaming import DONE, event
+from server.streaming import DONE, TextEvent, event, tell_failure
 from server.tally import Tally, started_stream
 
 OPERATION: Final = Operation(
@@ -52,11 +52,10 @@ def chat_routes(reception: Reception) -> list[HTTPRouteHandler]:
         asked = await reception.read(request, reader, prefix="chatcmpl-")
         engine = reception.service.ready_engine()
         job = await unless_client_leaves(request.receive, chat_job(asked, engine, reception))
-        answer = _Answer(asked, job, engine)
         if asked.body.stream:
-            return await started_stream(request, engine, job, asked, answer.events, reception.service)
+            return await started_stream(request, engine, job, asked, _Stream(asked, job, engine), reception.service)
         outputs = await unless_client_leaves(request.receive, last_outputs(engine, job))
-        return json_response(answer.whole(outputs[0]), asked.headers)
+        return json_response(_Answer(asked, job, engine).whole(outputs[0]), asked.headers)
 
     return [create_chat_completion]
 
@@ -124,20 +123,24 @@ def _params(asked: Asked[ChatRequest], name: str, max_tokens: int | None) -> Sam
         raise InvalidRequestError(error.message.replace(error.param or "", param or "", 1), param=param) from None
 
 
+def token_names(asked: Asked[ChatRequest], job: Job, engine: EngineClient) -> TokenNames:
+    """How log-probabilities name tokens."""
+    special = engine.get_tokenizer().special_ids if job.params.skip_special_tokens else frozenset[int]()
+    return TokenNames(special, bool(asked.body.return_tokens_as_token_ids))
+
+
 class _Answer:
-    """Makes the bodies of one answer."""
+    """The answer at once."""
 
     def __init__(self, asked: Asked[ChatRequest], job: Job, engine: EngineClient) -> None:
         self._asked, self._body, self._job = asked, asked.body, job
-        special = engine.get_tokenizer().special_ids if job.params.skip_special_tokens else frozenset[int]()
-        self._names = TokenNames(special, bool(asked.body.return_tokens_as_token_ids))
+        self._names = token_names(asked, job, engine)
         self._num_top = asked.body.top_logprobs or 0
-        self._is_begun = [False] * job.params.n
 
     def whole(self, output: Any) -> ChatResponse:
         """The answer at once."""
         asked, body = self._asked, self._body
-        tally = Tally(asked.record, self._job)
+        tally = Tally(asked.record, self._job, is_streamed=False)
         tally.take([(0, output)])
         tally.finish(end_of([output]))
         return ChatResponse(
@@ -162,41 +165,71 @@ class _Answer:
             token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
         )
 
-    async def events(self, outputs: AsyncIterator[Outputs]) -> AsyncGenerator[bytes]:
-        """The answer as a stream."""
-        body, options = self._body, self._body.stream_options
-        has_usage = bool(options and options.include_usage)
-        has_running_usage = bool(options and options.continuous_usage_stats)
-        tally = Tally(self._asked.record, self._job)
-        blank = ChatChunk(
-            id=self._asked.name,
-            created=self._asked.created,
-            model=self._asked.model,
+
+class _Stream:
+    """The answer as a stream; see `Telling`."""
+
+    def __init__(self, asked: Asked[ChatRequest], job: Job, engine: EngineClient) -> None:
+        body, options = asked.body, asked.body.stream_options
+        self._asked, self._body = asked, body
+        self._names = token_names(asked, job, engine)
+        self._has_usage = bool(options and options.include_usage)
+        self._has_running_usage = bool(options and options.continuous_usage_stats)
+        self._tally = Tally(asked.record, job, is_streamed=True)
+        self._blank = ChatChunk(
+            id=asked.name,
+            created=asked.created,
+            model=asked.model,
             choices=[],
             system_fingerprint=FINGERPRINT,
-            usage=None if has_usage else UNSET,
+            usage=None if self._has_usage else UNSET,
         )
-        prompt_ids = self._job.prompts[0] if body.return_token_ids else UNSET
-        async for batch in outputs:
-            tally.take(batch)
-            ((_, output),) = batch
-            choices = [choice for completion in output.outputs if (choice := self._chunk_choice(completion)) is not None]
-            if choices or output.finished:
-                usage = tally.usage() if has_running_usage else blank.usage
-                timings = make_timings(*tally.timing_values()) if body.timings and output.finished and not has_usage else UNSET
-                yield event(msgspec.structs.replace(blank, choices=choices, usage=usage, prompt_token_ids=prompt_ids, timings=timings))
-                prompt_ids = UNSET
-        if has_usage:
-            timings = make_timings(*tally.timing_values()) if body.timings else UNSET
-            yield event(msgspec.structs.replace(blank, usage=tally.usage(), timings=timings))
-        tally.finish()
-        yield DONE
+        self._prompt_ids = job.prompts[0] if body.return_token_ids else UNSET
+        self._is_begun = [False] * job.params.n
+        self._is_plain = job.params.n == 1 and not (body.logprobs or body.return_token_ids or self._has_running_usage)
+        """Between the first event and the last one, nothing changes but a text."""
+        self._text_event: TextEvent | None = None
 
-    def _chunk_choice(self, completion: CompletionOutput) -> ChatChunkChoice | None:
+    def opening(self) -> bytes:
+        return b""
+
+    def news(self, outputs: Outputs) -> bytes:
+        self._tally.take(outputs)
+        output = outputs[0][1]
+        if self._text_event is not None and not output.finished:
+            text = output.outputs[0].text
+            return self._text_event.with_text(text) if text else b""
+        choices = [choice for completion in output.outputs if (choice := self._choice(completion)) is not None]
+        if not (choices or output.finished):
+            return b""
+        if self._is_plain and self._text_event is None:
+            self._text_event = TextEvent(self._event_of)
+        usage = self._tally.usage() if self._has_running_usage else self._blank.usage
+        timings = self._timings() if output.finished and not self._has_usage else UNSET
+        prompt_ids, self._prompt_ids = self._prompt_ids, UNSET
+        return event(msgspec.structs.replace(self._blank, choices=choices, usage=usage, prompt_token_ids=prompt_ids, timings=timings))
+
+    def closing(self) -> bytes:
+        self._tally.finish()
+        if not self._has_usage:
+            return DONE
+        return event(msgspec.structs.replace(self._blank, usage=self._tally.usage(), timings=self._timings())) + DONE
+
+    def failure(self, error: Exception) -> bytes:
+        return tell_failure(self._asked.record, error)
+
+    def _event_of(self, text: str) -> bytes:
+        choice = ChatChunkChoice(index=0, delta=Delta(content=text))
+        return event(msgspec.structs.replace(self._blank, choices=[choice]))
+
+    def _timings(self) -> Timings | UnsetType:
+        return make_timings(*self._tally.timing_values()) if self._body.timings else UNSET
+
+    def _choice(self, completion: CompletionOutput) -> ChatChunkChoice | None:
         """What is new of an answer; None if that is nothing to tell."""
         is_first = not self._is_begun[completion.index]
         reason = finish_reason(completion)
-        logprobs = chat_logprobs(completion, self._num_top, self._names)
+        logprobs = chat_logprobs(completion, self._body.top_logprobs or 0, self._names)
         is_last = reason is not None
         if not (is_first or is_last or completion.text or logprobs or self._body.return_token_ids):
             return None

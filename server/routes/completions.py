@@ -1,13 +1,13 @@
 """POST /v1/completions."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import InvalidRequestError
@@ -19,7 +19,7 @@ from server.operations import GENERATION_STATUSES, Operation
 from server.protocol.bodies import BodyReader
 from server.protocol.completions import CompletionChoice, CompletionRequest, CompletionResponse
 from server.protocol.fields import COMPLETIONS
-from server.protocol.generation import make_timings
+from server.protocol.generation import Timings, make_timings
 from server.requests import (
     FINGERPRINT,
     Asked,
@@ -30,7 +30,7 @@ from server.requests import (
     json_response,
     sampling_params,
 )
-from server.streaming import DONE, event
+from server.streaming import DONE, TextEvent, event, tell_failure
 from server.tally import Tally, started_stream
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -56,7 +56,7 @@ def completion_routes(reception: Reception) -> list[HTTPRouteHandler]:
         job = await unless_client_leaves(request.receive, completion_job(asked, engine, reception))
         answer = _Answer(asked, job, engine)
         if asked.body.stream:
-            return await started_stream(request, engine, job, asked, answer.events, reception.service)
+            return await started_stream(request, engine, job, asked, _Stream(answer, asked, job), reception.service)
         outputs = await unless_client_leaves(request.receive, last_outputs(engine, job))
         return json_response(answer.whole(outputs), asked.headers)
 
@@ -130,51 +130,32 @@ class _Answer:
     def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
         """The answer at once."""
         asked = self._asked
-        tally = Tally(asked.record, self._job)
+        tally = Tally(asked.record, self._job, is_streamed=False)
         tally.take(list(enumerate(outputs)))
         tally.finish(end_of(outputs))
         self._prompt_logprobs = [output.prompt_logprobs for output in outputs]
-        choices = [self._choice(index, completion) for index, output in enumerate(outputs) for completion in output.outputs]
+        choices = [self.choice(index, completion) for index, output in enumerate(outputs) for completion in output.outputs]
         timings = make_timings(*tally.timing_values()) if self._body.timings else UNSET
-        return msgspec.structs.replace(self._blank(), choices=choices, usage=tally.usage(), timings=timings)
+        return msgspec.structs.replace(self.blank(), choices=choices, usage=tally.usage(), timings=timings)
 
-    async def events(self, outputs: AsyncIterator[Outputs]) -> AsyncGenerator[bytes]:
-        """The answer as a stream."""
-        body, options = self._body, self._body.stream_options
-        has_usage = bool(options and options.include_usage)
-        has_running_usage = bool(options and options.continuous_usage_stats)
-        tally = Tally(self._asked.record, self._job)
-        blank = msgspec.structs.replace(self._blank(), usage=None if has_usage else UNSET)
-        num_open = len(self._job.prompts)
-        async for batch in outputs:
-            tally.take(batch)
-            for index, output in batch:
-                if output.prompt_logprobs is not None:
-                    self._prompt_logprobs[index] = output.prompt_logprobs
-            num_open -= sum(output.finished for _, output in batch)
-            choices = [
-                self._choice(index, made) for index, output in batch for made in output.outputs if self._is_worth_telling(index, made)
-            ]
-            if choices:
-                usage = tally.usage() if has_running_usage else blank.usage
-                timings = make_timings(*tally.timing_values()) if body.timings and not (num_open or has_usage) else UNSET
-                yield event(msgspec.structs.replace(blank, choices=choices, usage=usage, timings=timings))
-        if has_usage:
-            timings = make_timings(*tally.timing_values()) if body.timings else UNSET
-            yield event(msgspec.structs.replace(blank, usage=tally.usage(), timings=timings))
-        tally.finish()
-        yield DONE
-
-    def _blank(self) -> CompletionResponse:
+    def blank(self) -> CompletionResponse:
+        """An answer that says nothing yet."""
         asked = self._asked
         return CompletionResponse(id=asked.name, created=asked.created, model=asked.model, choices=[], system_fingerprint=FINGERPRINT)
 
-    def _is_worth_telling(self, prompt_index: int, completion: CompletionOutput) -> bool:
+    def take_prompt(self, index: int, output: RequestOutput) -> None:
+        """Keeps what came of a prompt, for the first event of its answers."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+
+    def is_worth_telling(self, prompt_index: int, completion: CompletionOutput) -> bool:
+        """Whether an event is due."""
         is_first = not self._is_begun[self._index(prompt_index, completion)]
         has_more = bool(completion.text or completion.logprobs or self._body.return_token_ids)
         return has_more or finish_reason(completion) is not None or (is_first and bool(self._body.echo))
 
-    def _choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:
+    def choice(self, prompt_index: int, completion: CompletionOutput) -> CompletionChoice:
+        """One answer, or what is new of it."""
         index, reason = self._index(prompt_index, completion), finish_reason(completion)
         is_first, self._is_begun[index] = not self._is_begun[index], True
         prompt_ids, told = self._job.prompts[prompt_index], self._prompt_logprobs[prompt_index]
@@ -195,3 +176,61 @@ class _Answer:
 
     def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
         return prompt_index * self._job.params.n + completion.index
+
+
+class _Stream:
+    """The answer as a stream; see `Telling`."""
+
+    def __init__(self, answer: _Answer, asked: Asked[CompletionRequest], job: Job) -> None:
+        body, options = asked.body, asked.body.stream_options
+        self._answer, self._asked = answer, asked
+        self._has_usage = bool(options and options.include_usage)
+        self._has_running_usage = bool(options and options.continuous_usage_stats)
+        self._tally = Tally(asked.record, job, is_streamed=True)
+        self._blank = msgspec.structs.replace(answer.blank(), usage=None if self._has_usage else UNSET)
+        self._num_open = len(job.prompts)
+        is_one = len(job.prompts) == job.params.n == 1
+        self._is_plain = is_one and body.logprobs is None and not body.return_token_ids and not self._has_running_usage
+        """Between the first event and the last one, nothing changes but a text."""
+        self._text_event: TextEvent | None = None
+
+    def opening(self) -> bytes:
+        return b""
+
+    def news(self, outputs: Outputs) -> bytes:
+        self._tally.take(outputs)
+        if self._text_event is not None:
+            output = outputs[0][1]
+            if not output.finished:
+                text = output.outputs[0].text
+                return self._text_event.with_text(text) if text else b""
+        for index, output in outputs:
+            self._answer.take_prompt(index, output)
+            self._num_open -= output.finished
+        answer = self._answer
+        choices = [
+            answer.choice(index, made) for index, output in outputs for made in output.outputs if answer.is_worth_telling(index, made)
+        ]
+        if not choices:
+            return b""
+        if self._is_plain and self._text_event is None:
+            self._text_event = TextEvent(self._event_of)
+        usage = self._tally.usage() if self._has_running_usage else self._blank.usage
+        timings = UNSET if self._num_open or self._has_usage else self._timings()
+        return event(msgspec.structs.replace(self._blank, choices=choices, usage=usage, timings=timings))
+
+    def closing(self) -> bytes:
+        self._tally.finish()
+        if not self._has_usage:
+            return DONE
+        return event(msgspec.structs.replace(self._blank, usage=self._tally.usage(), timings=self._timings())) + DONE
+
+    def failure(self, error: Exception) -> bytes:
+        return tell_failure(self._asked.record, error)
+
+    def _event_of(self, text: str) -> bytes:
+        choice = CompletionChoice(index=0, text=text, logprobs=None, finish_reason=None)
+        return event(msgspec.structs.replace(self._blank, choices=[choice]))
+
+    def _timings(self) -> Timings | UnsetType:
+        return make_timings(*self._tally.timing_values()) if self._asked.body.timings else UNSET

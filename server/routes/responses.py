@@ -1,7 +1,6 @@
 """/v1/responses: create (whole and streamed), get, cancel, delete, input items. What is stored is in memory, and bounded."""
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
 from litestar import Request, Response, delete, get, post
@@ -10,7 +9,7 @@ from litestar.handlers import HTTPRouteHandler
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError, RequestAbortedError
 from jaxpaged.request import SamplingParams
-from server.generation import Job, Outputs, check_length, last_outputs, request_name, unless_client_leaves
+from server.generation import Job, check_length, last_outputs, request_name, unless_client_leaves
 from server.operations import GENERATION_STATUSES, Operation
 from server.protocol.bodies import BodyReader
 from server.protocol.chat import Message
@@ -87,16 +86,9 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
             if store.has(stored):
                 store.put(stored)
 
-        async def events(outputs: AsyncIterator[Outputs]) -> AsyncGenerator[bytes]:
-            try:
-                async for event in answer.events(outputs):
-                    yield event
-            finally:
-                keep()
-
         try:
             if body.stream:
-                return await started_stream(request, engine, job, asked, events, service)
+                return await started_stream(request, engine, job, asked, answer, service, at_end=keep)
             (output,) = await unless_client_leaves(request.receive, last_outputs(engine, job))
         except BaseException as error:
             if stored.is_cancelled and isinstance(error, RequestAbortedError):

@@ -102,7 +102,7 @@ def test_set_changes_one_setting() -> None:
         ("/set temperature -1", "temperature must be between"),
         ("/set temperature nan", "temperature"),
         ("/set temperature hot", "temperature must be a number, got hot"),
-        ("/set top_k 0.5", "top_k must be a number"),
+        ("/set top_k 0.5", "top_k must be an integer"),
         ("/set max_tokens 0", "max_tokens must be between"),
         ("/set temprature 1", "there is no setting temprature; the nearest is temperature"),
         ("/set temperature", "/set temperature needs a value"),

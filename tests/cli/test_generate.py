@@ -85,6 +85,8 @@ def prompts_of(result: Result, engine: ScriptedEngine) -> list[str]:
         ([], "one\ntwo\n", ["one\ntwo"]),
         (["--file", "-"], "one\n", ["one"]),
         (["--lines"], "one\n\n  \ntwo", ["one", "two"]),
+        (["--lines"], "one\u2028still\fone\r\ntwo\x85still", ["one\u2028still\fone", "two\x85still"]),
+        ([], "\ufeffone", ["one"]),
         ([], "no end", ["no end"]),
         ([], "crlf\r\n", ["crlf"]),
         ([], "two ends\n\n", ["two ends\n"]),
@@ -173,7 +175,8 @@ def test_a_terminal_without_prompt_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "3", '{"prompt": "a", "messages": []}', "{}", '{"prmpt": "a"}', '["a"]', '{"messages": [{"role": 1}]}']
+    "line",
+    ["{", "3", '{"prompt": "a", "messages": []}', "{}", '{"prmpt": "a"}', '["a"]', '{"messages": [{"role": 1}]}', '{"messages": []}'],
 )
 def test_bad_lines_of_prompts_are_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -298,7 +301,8 @@ class FailingEngine(ScriptedEngine):
         (EngineDeadError("the engine stopped"), 1, "the engine stopped"),
         (RequestFailedError("NaN"), 1, "NaN"),
         (FileNotFoundError(2, "No such file or directory", "/x/y"), 2, "/x/y: No such file or directory"),
-        (OSError("odd"), 2, "odd"),
+        (OSError("odd"), 1, "odd"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
         (KeyboardInterrupt(), 130, None),
     ],
 )

@@ -87,7 +87,7 @@ def test_20_prompts_answer_alike_in_any_company(tiny: Started) -> None:
 
 @pytest.mark.real
 @pytest.mark.tier("long", area="pages")
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_200_prompts_answer_alike_in_any_company(real: Started, real_canary: Canary) -> None:
     def make_bench(**options: int) -> Bench:
         return real_bench(real, canary=real_canary, **options)  # type: ignore[arg-type]

@@ -29,10 +29,11 @@ CASES = {
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_model(*_: object, **__: object) -> None:
+    def read_no_weights(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(build, "load_model", load_model)
+    for name in ("read_ahead", "load"):
+        monkeypatch.setattr(build.ModelSource, name, read_no_weights)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -17,9 +17,10 @@ from jaxpaged.intake import Intake
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.start import Started
-from jaxpaged.tokenizer import Tokenizer
+from jaxpaged.tokenizer import RenderedChat, Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, is_idle, params, run, slow_down, wait_until
 from tests.fakes import EventLog
+from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
 
@@ -213,6 +214,38 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(
     assert encoded == [len(text)]
     with pytest.raises(InvalidRequestError, match="surrogate"):
         intake.request("x" * 2000 + "\ud800", None, arrival_s=0.0)
+
+
+def test_a_conversation_that_is_too_long_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level("{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}")
+    intake = Intake(tokenizer, generation_config={}, eos_token_ids=frozenset(), vocab=300, seed=0, max_model_len=100)
+    longest = tokenizer.max_bytes_per_token
+    assert longest is not None
+    encoded = 0
+    encode = Tokenizer.encode_chat
+
+    def counting(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
+        nonlocal encoded
+        encoded += 1
+        return encode(tokenizer, rendered)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", counting)
+    text = "x" * 99 * longest
+    for content in (
+        text + "x",
+        [{"type": "text", "text": text}, "x"],
+        "x" * 15_000_000,
+        "<|im_end|>" * 10 * longest + text,
+        [text, "<|im_end|>"],
+    ):
+        with pytest.raises(ContextLengthError, match="at least [0-9]+ tokens since none is longer") as caught:
+            intake.chat_prompt([{"role": "user", "content": content}])
+        assert caught.value.param == "messages"
+    assert encoded == 0
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        intake.chat_prompt([{"role": "user", "content": "\ud800"}])
+    intake.chat_prompt([{"role": "user", "content": "x" * 40}, {"role": "user", "content": "<|im_end|>"}])
+    assert encoded == 1
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpaged import events
@@ -150,6 +151,32 @@ def test_chat(calm: LLM) -> None:
     for broken in ([{"role": "user"}], [{"content": 3, "role": "user"}], [3]):
         with pytest.raises(ChatTemplateError):
             calm.chat(broken, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_bad_conversation_among_many(calm: LLM, log: EventLog) -> None:
+    good, bad = [{"role": "user", "content": "hi"}], [{"role": "user"}]
+    with pytest.raises(ChatTemplateError, match=r"^conversation 1: messages\[0\] \(role 'user'\) has no content"):
+        calm.chat([good, bad], GREEDY)
+    assert [type(event) for event in log] == [events.RequestReceived, events.RequestRejected]
+    first, refused = calm.chat([good, bad], GREEDY, on_error="return")
+    assert texts([first]) == texts(calm.chat(good, GREEDY))
+    assert (refused.outputs[0].finish_reason, refused.error_code, refused.prompt_token_ids) == (FinishReason.ERROR, "invalid_messages", [])
+    (long,) = calm.chat([[{"role": "user", "content": "x" * 10**6}]], GREEDY, on_error="return")
+    assert "1000" in (long.error or "")
+    with pytest.raises(ChatTemplateError, match="tokenize cannot be set"):
+        calm.chat(good, GREEDY, chat_template_kwargs={"tokenize": False})
+    text = calm.get_tokenizer().apply_chat_template(good, tokenize=False)
+    assert "hi" in text
+    assert calm.get_tokenizer().encode(text, add_special_tokens=False) == calm.get_tokenizer().apply_chat_template(good)
+
+
+def test_a_prompt_object_may_hold_text_and_ids(calm: LLM) -> None:
+    (alone,) = calm.generate([5, 6, 7], GREEDY)
+    (both,) = calm.generate({"prompt": "said", "prompt_token_ids": np.array([5, 6, 7]), "multi_modal_data": None}, GREEDY)
+    assert (both.prompt, both.prompt_token_ids, texts([both])) == ("said", [5, 6, 7], texts([alone]))
+    for wrong in ({"prompt": None}, {"prompt": 3, "prompt_token_ids": [5]}, {"prompt_token_ids": "5"}, {"prompt": "a", "images": []}, {}):
+        with pytest.raises(InvalidRequestError, match="A prompt object holds"):
+            calm.generate(wrong, GREEDY)
 
 
 def test_a_stream_gives_what_generate_gives(calm: LLM) -> None:

@@ -1,5 +1,6 @@
 """The folder of compiled programs."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,20 @@ def test_programs_are_kept_in_the_folder(tmp_path: Path) -> None:
     use_persistent_cache(tmp_path / "new" / "programs")
     jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
     assert list((tmp_path / "new" / "programs").iterdir())
+
+
+def test_the_oldest_programs_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpaged.programs.MAX_KEPT_BYTES", 250)
+    (tmp_path / "traced").mkdir()
+    names = ["oldest", "traced/older", "newer", "traced/newest"]
+    for age, name in enumerate(names):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (age, age))
+    (tmp_path / "link").symlink_to(tmp_path.parent)
+    use_persistent_cache(tmp_path)
+    assert [name for name in names if (tmp_path / name).exists()] == ["newer", "traced/newest"]
+    use_persistent_cache(tmp_path)
+    assert [name for name in names if (tmp_path / name).exists()] == ["newer", "traced/newest"]
 
 
 def test_a_folder_that_cannot_be_made_stops_nothing_and_warns_of_nothing(tmp_path: Path) -> None:

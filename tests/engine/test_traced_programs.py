@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import traced_programs
+from jaxpaged import source_digest, traced_programs
 from jaxpaged.models import llama
 from jaxpaged.start import Started
 from jaxpaged.traced_programs import TracedPrograms
@@ -77,7 +77,7 @@ def test_whatever_goes_into_the_tracing_tells_programs_apart(tmp_path: Path, mon
         assert is_traced()
     finally:
         jax.config.update("jax_default_matmul_precision", before)
-    monkeypatch.setattr(traced_programs, "_source_digest", lambda: "another line of code")
+    monkeypatch.setattr(traced_programs, "source_digest", lambda: "another line of code")
     assert is_traced()
     assert not is_traced()
 
@@ -86,8 +86,8 @@ def test_the_source_digest_changes_with_a_line(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "jaxpaged" / "models").mkdir(parents=True)
     deep = tmp_path / "jaxpaged" / "models" / "llama.py"
     deep.write_text("x = 1\n")
-    monkeypatch.setattr(traced_programs, "__file__", str(tmp_path / "jaxpaged" / "traced_programs.py"))
-    digest = traced_programs._source_digest.__wrapped__
+    monkeypatch.setattr(source_digest, "__file__", str(tmp_path / "jaxpaged" / "source_digest.py"))
+    digest = source_digest.source_digest.__wrapped__
     before = digest()
     assert digest() == before
     deep.write_text("x = 2\n")

@@ -260,6 +260,7 @@ def test_the_whole_grid_lowers(case: Case) -> None:
         ("NVIDIA H200", SMALL._replace(head_dim=512), "at most 256 with bfloat16 pages, not 512"),
         ("NVIDIA H200", SMALL._replace(page_size=24), "page_size is 8, 16, 32 or a multiple of 64, not 24"),
         ("NVIDIA H200", SMALL._replace(page_size=4), "page_size is 8, 16, 32 or a multiple of 64, not 4"),
+        ("NVIDIA H200", SMALL._replace(is_causal=False), "its rows see no later positions"),
         ("NVIDIA H200", SMALL._replace(heads=65), "at most 64 query heads share a KV head, not 65"),
     ],
 )

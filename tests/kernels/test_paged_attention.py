@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import UnsupportedKernelError
-from pallas_kernels.paged_attention import NO_WINDOW, paged_attention
+from pallas_kernels.paged_attention import NO_WINDOW, OP, paged_attention
 from pallas_kernels.paged_attention.cases import CASES, Case, make, options
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
@@ -28,7 +28,7 @@ def _by_loop(case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
             token = operands["cu_q_lens"][seq] + row
             position = kv_len - q_len + row
             low = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
-            seen = np.arange(low, position + 1)
+            seen = np.arange(low, position + 1) if case.is_causal else np.arange(kv_len)
             pages = operands["page_tables"][seq][seen // case.page_size]
             for head in range(case.heads):
                 keys = operands["k_pages"][pages, head // group, seen % case.page_size].astype(np.float64) * case.k_scale
@@ -36,15 +36,16 @@ def _by_loop(case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
                 logits = keys @ operands["q"][token, head].astype(np.float64) * case.head_dim**-0.5
                 if case.soft_cap is not None:
                     logits = case.soft_cap * np.tanh(logits / case.soft_cap)
-                weights = np.exp(logits)
-                sink = np.exp(operands["sinks"][head].astype(np.float64)) if case.has_sinks else 0.0
-                out[token, head] = weights @ values / (weights.sum() + sink)
+                sink = float(operands["sinks"][head]) if case.has_sinks else -np.inf
+                peak = max(logits.max(), sink)
+                weights = np.exp(logits - peak)
+                out[token, head] = weights @ values / (weights.sum() + np.exp(sink - peak))
     return out
 
 
 @functools.cache
-def _jitted(implementation: str, **rest: float | int | None):
-    return jax.jit(functools.partial(paged_attention, implementation=implementation, **rest))
+def _jitted(implementation: str, **named):
+    return jax.jit(functools.partial(paged_attention, implementation=implementation, **named))
 
 
 def _run(implementation: str, case: Case, operands: dict[str, np.ndarray]) -> np.ndarray:
@@ -80,7 +81,7 @@ def test_equals_reference_with_nan_in_unowned_memory(case: Case, implementation:
 
 
 @pytest.mark.parametrize("implementation", ANYWHERE)
-@pytest.mark.parametrize("name", ["mixed", "decode_primes", "page_1"])
+@pytest.mark.parametrize("name", ["mixed", "decode_primes", "page_1", "sinks_window"])
 def test_bfloat16_is_near_float32(name: str, implementation: str) -> None:
     case = next(c for c in CASES if c.name == name)
     operands = make(case, dtype="bfloat16")
@@ -136,6 +137,7 @@ def test_the_512_token_program_gathers_no_row_per_token() -> None:
         ({"sliding_window": 0}, "sliding_window must be at least 1"),
         ({"layer": 0}, "leading layers axis"),
         ({"group": 0}, "leading groups axis"),
+        ({"sliding_window": 7, "is_causal": False}, "a sliding window looks back"),
         ({"implementation": "cuda"}, "no implementation 'cuda'"),
         ({"implementation": "mosaic_gpu"}, "it needs an NVIDIA GPU of compute capability 9.0, and this program is for another device"),
     ],
@@ -147,3 +149,9 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(change: dict, words: str
         operands["q"] = operands["q"][:, :heads]
     with pytest.raises(UnsupportedKernelError, match=words):
         paged_attention(**jax.tree.map(jnp.asarray, operands), **(options(case) | change))
+
+
+def test_sinks_for_another_number_of_heads_are_refused() -> None:
+    operands = list(make(next(c for c in CASES if c.name == "mixed")).values())
+    for implementation in OP.implementations.values():
+        assert implementation.refusals(*operands, sinks=np.zeros(3, np.float32)) == ["sinks of shape (3,) for 9 heads"]

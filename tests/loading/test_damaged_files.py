@@ -1,5 +1,6 @@
 """Model files with random damage are refused with one of our errors or load; never another exception, never much memory."""
 
+import json
 import random
 import tracemalloc
 from collections import Counter
@@ -11,8 +12,11 @@ from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import Checkpoint
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
+from jaxpaged.loading.model_config import has_mxfp4
+from jaxpaged.loading.mxfp4 import dequantized
 from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.loading.tiny_table import TABLE, axis_sizes, expected
+from tests.tiny_families import write_family_gguf, write_tiny_family
 from tests.tiny_model import write_tiny_gguf, write_tiny_llama
 
 MIB = 2**20
@@ -57,11 +61,21 @@ def load(path: Path) -> None:
     checkpoint: Checkpoint = GgufCheckpoint(path) if path.is_file() else SafetensorsCheckpoint(path)
     with checkpoint:
         hf = checkpoint.hf_config
+        if not {"GptOssForCausalLM", "MixtralForCausalLM"}.isdisjoint(hf["architectures"]):
+            read_experts(checkpoint)
+            return
         if "LlamaForCausalLM" not in hf["architectures"]:
             raise UnsupportedModelError("the registry of models refuses it")
         for name in checkpoint.names():
             checkpoint.read(name)
         fill(checkpoint, TABLE, expected(hf), axis_sizes(hf))
+
+
+def read_experts(checkpoint: Checkpoint) -> None:
+    """Everything in a mixture, its experts in 4 bits or one of many in a tensor."""
+    seen = dequantized(checkpoint) if has_mxfp4(checkpoint.hf_config) else checkpoint
+    for name in seen.names():
+        assert seen.read(name).shape == seen.shape(name)
 
 
 def attempt(path: Path, size: int) -> str:
@@ -109,6 +123,46 @@ def test_damaged_safetensors(tmp_path: Path, seed: int) -> None:
         path.write_bytes(changed)
         outcomes[attempt(tmp_path, len(changed))] += 1
     assert outcomes["CheckpointError"] > 25
+    assert outcomes["loaded"] > 0
+
+
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+EXPERTS |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_damaged_experts_in_four_bits(tmp_path: Path, name: str) -> None:
+    config = {"model_type": "gpt_oss", **EXPERTS}
+    write_tiny_family(
+        tmp_path, architecture="GptOssForCausalLM", vocab_size=37, config=config, experts="gpt_oss", sinks=True, qkv_bias=True, mxfp4=True
+    )
+    path = tmp_path / name
+    content = path.read_bytes()
+    header_bytes = len(content) if name == "config.json" else 8 + int.from_bytes(content[:8], "little")
+    assert attempt(tmp_path, len(content)) == "loaded"
+    outcomes = Counter[str]()
+    for number in range(50):
+        changed = damaged(content, header_bytes, random.Random(f"mxfp4 {name} {number}"))
+        path.write_bytes(changed)
+        outcomes[attempt(tmp_path, len(changed))] += 1
+    assert outcomes["CheckpointError"] > 15
+    assert outcomes["loaded"] > 0
+
+
+def test_damaged_gguf_with_experts(tmp_path: Path) -> None:
+    tensors = write_tiny_family(tmp_path / "folder", architecture="MixtralForCausalLM", vocab_size=37, config=EXPERTS, experts="mixtral")
+    path = tmp_path / "tiny.gguf"
+    hf_config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    write_family_gguf(path, "llama", tensors, hf_config, extra={}, expert_count=3, expert_used_count=2)
+    content = path.read_bytes()
+    header_bytes = content.index(b"blk.0.ffn_down_exps.weight") + 200
+    assert attempt(path, len(content)) == "loaded"
+    outcomes = Counter[str]()
+    for number in range(50):
+        changed = damaged(content, header_bytes, random.Random(f"gguf experts {number}"))
+        path.write_bytes(changed)
+        outcomes[attempt(path, len(changed))] += 1
+    assert outcomes["CheckpointError"] > 15
     assert outcomes["loaded"] > 0
 
 

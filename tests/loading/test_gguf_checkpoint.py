@@ -241,10 +241,14 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path, architecture: s
         _open(tmp_path, architecture=architecture)
 
 
+def test_experts_of_an_architecture_without_a_mixture_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"mixtures of experts \(qwen2.expert_count\) are not supported"):
+        _open(tmp_path, architecture="qwen2", metadata={"qwen2.expert_count": 8})
+
+
 @pytest.mark.parametrize(
     ("metadata", "complaint"),
     [
-        ({"llama.expert_count": 8}, "mixtures of experts"),
         ({"split.count": 3}, "part of a split file"),
         ({"llama.attention.value_length": 8}, None),
     ],

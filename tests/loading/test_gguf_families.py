@@ -59,6 +59,28 @@ CASES = {
         {"qkv_bias": True},
     ),
     "qwen3": GgufCase("qwen3", "Qwen3ForCausalLM", {"hidden_size": 66, "head_dim": 14}, {}, {"qk_norm": "head"}),
+    "mixtral": GgufCase(
+        "llama",
+        "MixtralForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        {"expert_count": 5, "expert_used_count": 2, "rope__freq_base": 1e6},
+        {"experts": "mixtral"},
+    ),
+    "qwen3moe": GgufCase(
+        "qwen3moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 66,
+            "head_dim": 14,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 13,
+            "norm_topk_prob": True,
+        },
+        {"expert_count": 7, "expert_used_count": 3, "expert_feed_forward_length": 13},
+        {"experts": "qwen", "qk_norm": "head"},
+    ),
     "phi3": GgufCase("phi3", "Phi3ForCausalLM", {"sliding_window": 23}, {"attention__sliding_window": 23}, {"is_fused": True}),
     "phi3-long": GgufCase(
         "phi3",
@@ -160,3 +182,14 @@ def test_factors_of_one_kind_alone_are_refused_by_name(tmp_path: Path) -> None:
     short = {name: tensor for name, tensor in case.extra.items() if "short" in name}
     with pytest.raises(CheckpointError, match="long_factor of rope type 'longrope' should be a list of 5 positive numbers"):
         load(write(case._replace(extra=short), tmp_path))
+
+
+def test_experts_that_are_not_together_are_refused_by_name(tmp_path: Path) -> None:
+    case = CASES["qwen3moe"]
+    tensors = write_tiny_family(tmp_path, architecture=case.architecture, vocab_size=131, config=case.config, **case.options)
+    others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    flat = {f"blk.0.ffn_{part}_exps.weight": np.zeros((13, 66), np.float32) for part in ("gate", "up")}
+    write_family_gguf(tmp_path / "tiny.gguf", "qwen3moe", others, hf_config, extra=flat, **case.metadata)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_(gate|up)_exps\.weight has 2 dimensions instead of 3"):
+        load(tmp_path / "tiny.gguf")

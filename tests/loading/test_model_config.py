@@ -241,6 +241,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "MinistralForCausalLM": {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "max_window_layers": 2},
     "Qwen3ForCausalLM": {"use_sliding_window": False, "sliding_window": 9},
+    "MixtralForCausalLM": {},
+    "Qwen2MoeForCausalLM": {"sliding_window": 9},
+    "Qwen3MoeForCausalLM": {"mlp_only_layers": []},
+    "GptOssForCausalLM": {},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 5},
     "Olmo2ForCausalLM": {},
     "Phi3ForCausalLM": {"sliding_window": 11},
@@ -263,6 +267,7 @@ def test_every_architecture_is_read_as_transformers_reads_it(tmp_path: Path, nam
         assert ours[key] == getattr(theirs, key), key
     by_kind = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert ours["rope_theta"] == by_kind["rope_theta"]
+    assert (ours["rope_scaling"] or {"rope_type": "default"}).items() <= by_kind.items()
     if "sliding_attention" in theirs.rope_parameters:
         assert ours["rope_local_base_freq"] == theirs.rope_parameters["sliding_attention"]["rope_theta"]
     window = getattr(theirs, "sliding_window", None)
@@ -277,7 +282,17 @@ def _of(folder: Path, name: str, **config: Any) -> dict[str, Any]:
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
-    assert {"LlamaForCausalLM", *CONFIGS} == set(HF_ARCHITECTURES)
+    assert {"LlamaForCausalLM", "BertModel", "QWenLMHeadModel", *CONFIGS} == set(HF_ARCHITECTURES)
+
+
+def test_an_encoder_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"architectures": ["BertModel"], "model_type": "bert"}))
+    ours, theirs = read_folder_config(tmp_path), BertConfig.from_pretrained(tmp_path)
+    for key in ("max_position_embeddings", "hidden_act", "layer_norm_eps", "type_vocab_size", "tie_word_embeddings"):
+        assert ours[key] == getattr(theirs, key), key
 
 
 @pytest.mark.parametrize(

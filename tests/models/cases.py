@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.tiny_families import write_tiny_family
+from tests.tiny_families import write_tiny_family, write_tiny_qwen
 from tests.tiny_model import Tensors, write_tiny_llama
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -27,6 +27,7 @@ class Case(NamedTuple):
         options: what this checkpoint is; its vocabulary is `options["vocab_size"]`.
         positions: where golden logits are kept, ascending; the prompt ends with the last.
         buckets: token buckets of the shared suite: for single tokens, for chunks, for the whole prompt. A program for each that differs.
+        is_long: whether the shared suite runs on it in the long tier, and its logits alone are compared in every run.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any]
     positions: tuple[int, ...]
     buckets: tuple[int, int, int] = (128, 128, 128)
+    is_long: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -44,7 +46,7 @@ class Case(NamedTuple):
     @property
     def golden_path(self) -> Path:
         """The golden file: case name -> float32 logits [positions, vocab]."""
-        return GOLDEN / f"{self.architecture.removesuffix('ForCausalLM').lower()}_logits.npz"
+        return GOLDEN / f"{self.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel').lower()}_logits.npz"
 
 
 def golden_logits(case: Case) -> np.ndarray:
@@ -67,6 +69,26 @@ def _family(architecture: str, config: Mapping[str, Any], name: str | None = Non
 _LATE = {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1}
 _GEMMA = {"hidden_size": 66, "head_dim": 14, "num_hidden_layers": 4, "sliding_window": _WINDOW, "tie_word_embeddings": True}
 _FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "use_sliding_window": False}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 14,
+    "sliding_window": _WINDOW,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.0,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 256,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+_OF_GPT_OSS: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "sinks": True, "experts": "gpt_oss"}
 
 # As wide as SmolLM2: at smaller widths the dots of all buckets round alike, which hides faults.
 FAMILY_CASES = (
@@ -125,6 +147,28 @@ FAMILY_CASES = (
         },
         is_fused=True,
     ),
+    _family(
+        "MixtralForCausalLM",
+        {"sliding_window": _WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 29},
+        experts="mixtral",
+    ),
+    # Shares are not made to add up to 1; a shared expert goes beside the chosen ones.
+    _family(
+        "Qwen2MoeForCausalLM",
+        {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 17},
+        qkv_bias=True,
+        experts="qwen",
+    )._replace(is_long=True),
+    _family(
+        "Qwen3MoeForCausalLM",
+        {"model_type": "qwen3_moe", **_EXPERTS, "norm_topk_prob": True, "hidden_size": 66, "head_dim": 14},
+        qk_norm="head",
+        experts="qwen",
+    )._replace(is_long=True),
+    # The limit clamps some of what its experts compute; positions go past the window and past the length before scaling.
+    _family("GptOssForCausalLM", _GPT_OSS, **_OF_GPT_OSS),
+    # Up to the length that it was trained for; what is behind, test_qwen.py compares with numpy.
+    Case("qwen", "QWenLMHeadModel", write_tiny_qwen, {"vocab_size": _VOCAB}, _POSITIONS, is_long=True),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )
@@ -180,6 +224,7 @@ VARIANT_CASES = (
         norm_mean=0.0,
         qk_norm="head",
     ),
+    _family("GptOssForCausalLM", {**_GPT_OSS, "hidden_size": 96, "intermediate_size": 64}, "gptoss-mxfp4", mxfp4=True, **_OF_GPT_OSS),
     _llama("llama-bfloat16", dtype="bfloat16"),
     _llama("llama-float16", dtype="float16"),
 )

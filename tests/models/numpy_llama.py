@@ -20,6 +20,7 @@ def logits(
     theta: float,
     eps: float = 1e-5,
     num_last: int | None = None,
+    log_n_from: int | None = None,
     dtype: type[np.floating] = np.float64,
 ) -> np.ndarray:
     """Logits [tokens, vocab] of all tokens, or of the last `num_last`, which costs less; arguments as for `hidden_states`."""
@@ -33,6 +34,7 @@ def logits(
         theta=theta,
         eps=eps,
         num_last=num_last,
+        log_n_from=log_n_from,
         dtype=dtype,
     )
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).astype(dtype)
@@ -50,6 +52,7 @@ def hidden_states(
     theta: float,
     eps: float = 1e-5,
     num_last: int | None = None,
+    log_n_from: int | None = None,
     dtype: type[np.floating] = np.float64,
 ) -> np.ndarray:
     """What the head is given, behind the last norm: [tokens, embed] of all tokens, or of the last `num_last`.
@@ -58,6 +61,7 @@ def hidden_states(
         tensors: weights by Hugging Face's names.
         token_ids: the sequence.
         windows: one entry for each layer.
+        log_n_from: length behind which queries are multiplied by the logarithm of their place to this base, as in Qwen 1.
         dtype: what is computed in; angles are float32 as in Hugging Face's models, or far positions would turn otherwise.
     """
     weights = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
@@ -75,6 +79,8 @@ def hidden_states(
         k = _rotate((normed @ own["self_attn.k_proj"].T).reshape(len(x), kv_heads, head_dim), cos, sin)
         v = (normed @ own["self_attn.v_proj"].T).reshape(len(x), kv_heads, head_dim)
         q = (normed[first:] @ own["self_attn.q_proj"].T).reshape(-1, heads, head_dim)
+        if log_n_from is not None:
+            q = q * np.maximum(1, np.log(np.arange(first + 1, len(x) + 1)) / np.log(log_n_from))[:, None, None]
         attended = _attend(_rotate(q, cos[first:], sin[first:]), k, v, first, window)
         x = x[first:] + attended.reshape(len(q), -1) @ own["self_attn.o_proj"].T
         normed = _norm(x, own["post_attention_layernorm"], eps)
@@ -91,12 +97,15 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int
         rows = slice(start, min(start + BLOCK_ROWS, len(q)))
         low = 0 if window is None else max(0, first + start - window + 1)
         high = first + rows.stop
-        distance = np.arange(first + start, high)[:, None] - np.arange(low, high)
-        is_seen = (distance >= 0) & (distance < (window or high))
+        # Without a window every column before the block is seen by all of its rows.
+        edge = low if window is not None else first + start
+        distance = np.arange(first + start, high)[:, None] - np.arange(edge, high)
+        is_hidden = (distance < 0) | (distance >= (window or high))
         for head in range(q.shape[1]):
-            scores = q[rows, head] @ k[low:high, head // num_shared].T * q.dtype.type(q.shape[2] ** -0.5)
-            scores = np.where(is_seen, scores, -np.inf)
-            shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+            scores = (q[rows, head] * q.dtype.type(q.shape[2] ** -0.5)) @ k[low:high, head // num_shared].T
+            scores[:, edge - low :][is_hidden] = -np.inf
+            scores -= scores.max(axis=1, keepdims=True)
+            shares = np.exp(scores, out=scores)
             out[rows, head] = shares @ v[low:high, head // num_shared] / shares.sum(axis=1, keepdims=True)
     return out
 

@@ -20,6 +20,7 @@ from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import resolve
 from jaxpaged.model_loader import describe_model, load_model
+from jaxpaged.model_structure import make_structure
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
@@ -39,8 +40,7 @@ def load(path: Path, dtype: str = "float32", *, max_model_len: int | Literal["au
 
 def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:
     """The same weights under another config of the same shapes."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: loaded.family.Model(config)))
-    return loaded._replace(config=config, graphdef=graphdef)
+    return LoadedModel.of(make_structure(loaded.family, config), loaded.params)
 
 
 @functools.cache

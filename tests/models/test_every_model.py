@@ -41,7 +41,12 @@ class Made(NamedTuple):
     whole: np.ndarray
 
 
-@pytest.fixture(scope="module", params=FAMILY_CASES, ids=lambda case: case.name)
+LONG = pytest.mark.tier("long", area="models")
+FAMILIES = [pytest.param(case, id=case.name, marks=[LONG] if case.is_long else []) for case in FAMILY_CASES]
+COMPARED_ALONE = [*VARIANT_CASES, *(case for case in FAMILY_CASES if case.is_long)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     case: Case = request.param
     folder = tmp_path_factory.mktemp(case.name)
@@ -66,14 +71,15 @@ def largest_difference(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {case.architecture for case in FAMILY_CASES} == set(ARCHITECTURES) == set(HF_ARCHITECTURES)
+    encoders = {name for name, line in ARCHITECTURES.items() if line.is_encoder}  # in test_bert.py
+    assert {case.architecture for case in FAMILY_CASES} | encoders == set(ARCHITECTURES) == set(HF_ARCHITECTURES)
 
 
 def test_logits_equal_golden(made: Made) -> None:
     assert largest_difference(made.whole[list(made.case.positions)], golden_logits(made.case)) < ATOL
 
 
-@pytest.mark.parametrize("case", VARIANT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMPARED_ALONE, ids=lambda case: case.name)
 def test_logits_of_variants_equal_golden(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path, **case.options)
     model = PagedModel(load(tmp_path), context=max(case.positions[-1] + 1 for case in VARIANT_CASES))
@@ -88,11 +94,13 @@ def test_the_weights_table_names_every_tensor_and_parameter(made: Made) -> None:
     in_module = parameter_paths(loaded)
     table = {name: path for name, (path, _) in loaded.family.WEIGHTS.items()}
     assert in_module <= set(table.values())
+    sizes = loaded.config.axis_sizes
     named = [
-        name.replace("{layer}", str(layer))
+        name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
         for name, path in table.items()
         if path in in_module
-        for layer in (range(loaded.config.layers) if "{layer}" in name else [0])
+        for layer in (range(sizes["layers"]) if "{layer}" in name else [0])
+        for expert in (range(sizes["experts"]) if "{expert}" in name else [0])
     ]
     with open_checkpoint(resolve(ModelConfig(model=str(made.folder)))) as checkpoint:
         assert sorted(named) == sorted(checkpoint.names())

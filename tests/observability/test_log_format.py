@@ -76,6 +76,12 @@ def answered(**changes: Any) -> events.HttpAnswered:
             Level.INFO,
             "request req-1 POST (no such path) left (aborted): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s",
         ),
+        (
+            answered(answer_id="cmpl-5", num_merged=3),
+            Level.INFO,
+            "request req-1 POST /v1/completions 200 (length): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s, "
+            "3 tokens merged, answer cmpl-5",
+        ),
         (answered(path="/livez", end="", first_token_s=None), Level.DEBUG, "request req-1 POST /livez 200: 1.500 s"),
         (answered(path="/readyz", end="", first_token_s=None, status=503), Level.DEBUG, "request req-1 POST /readyz 503: 1.500 s"),
         (answered(path="/none", end="", first_token_s=None, status=404), Level.INFO, "request req-1 POST /none 404: 1.500 s"),

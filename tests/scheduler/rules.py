@@ -36,6 +36,7 @@ def make_scheduler(
     groups: tuple[KVGroup, ...] = (FULL,),
     clock: Clock | None = None,
     is_hopeful: bool = False,
+    takes_whole_prompts: bool = False,
     **policy: object,
 ) -> Scheduler:
     scheduler = Scheduler(
@@ -45,6 +46,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         clock=clock or Clock(),
         policy=SchedulerConfig(**policy),  # type: ignore[arg-type]
+        takes_whole_prompts=takes_whole_prompts,
     )
     if is_hopeful:
         scheduler._admission.lengths = Hopeful()

@@ -92,6 +92,26 @@ def test_headers_up_to_the_limit(server: DoorServer) -> None:
             assert connection.seconds_to_end() < 1
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"BREW /livez HTTP/1.1\r\nhost: x\r\n\r\n", 501, "method_not_implemented"),
+        (b"get /livez HTTP/1.1\r\nhost: x\r\n\r\n", 501, "method_not_implemented"),
+        (b"BREW\r\n\r\n", 400, "bad_request"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "bad_request"),
+        (b"GET /livez HTTP/1.1\r\nx-request-id: mine\r\nhost: x\r\nbad header\r\n\r\n", 400, "bad_request"),
+    ],
+)
+def test_what_is_refused_before_the_app_has_it(server: DoorServer, sent: bytes, status: int, code: str) -> None:
+    connection = server.connect()
+    connection.send(sent)
+    answer = connection.read()
+    assert (answer.status, answer.code) == (status, code)
+    assert answer.headers["x-request-id"] == "mine" if b"mine" in sent else answer.headers["x-request-id"].startswith("req-")
+    assert answer.headers.get("x-should-retry") == ("false" if status == 501 else None)
+    assert connection.seconds_to_end() < 1
+
+
 def test_a_header_without_an_end_is_not_kept(server: DoorServer) -> None:
     connection = server.connect()
     began_s = time.monotonic()

@@ -86,6 +86,12 @@ def test_the_grace_period_holds_the_drain(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_services_variables_do_not_reach_the_containers(path: Path) -> None:
+    """A service of our name would put JAXPAGED_PORT=tcp://... there."""
+    assert documents(path)[0]["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_keys_are_mounted_where_they_are_read_and_closed_to_others(path: Path) -> None:
     made, pod = container(path), documents(path)[0]["spec"]["template"]["spec"]
     mounts = {mount["name"]: mount["mountPath"] for mount in made["volumeMounts"]}

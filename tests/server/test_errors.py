@@ -96,7 +96,8 @@ GOOD = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1%s}'
         (GOOD % (b',"metadata":' + b"[" * 10_000 + b"]" * 10_000), "nested too deeply"),
         (GOOD % (b',"nobody":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000), "nested too deeply"),
         (GOOD % (b',"chat_template_kwargs":{"a":' + b"[" * 900 + b"]" * 900 + b"}"), "nested"),
-        (b"[" * 100_000, "expected object"),
+        (b"[" * 60_000, "expected object"),
+        (b"[" * 100_000, "limits.max_body_parts"),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -103,15 +103,15 @@ def test_refused_fields_pass_only_when_they_ask_for_nothing(path: str, field: fi
     }.get(path, {})
     reader: BodyReader[Any] = BodyReader(STRUCTS[path], TABLES[path])
     for value in (None, [], {}, *field.passes):
-        assert reader.read(msgspec.json.encode({**required, field.name: value})).ignored == ()
+        assert reader.read(msgspec.json.encode({**required, field.name: value}), 100).ignored == ()
     for value in ("x", 7, [1], {"a": 1}, -1):
         with pytest.raises(InvalidRequestError, match=f"^{field.name} cannot be given: ") as caught:
-            reader.read(msgspec.json.encode({**required, field.name: value}))
+            reader.read(msgspec.json.encode({**required, field.name: value}), 100)
         assert caught.value.param == field.name
 
 
 def test_one_is_not_true() -> None:
     reader = BodyReader(CompletionRequest, TABLES["/v1/completions"])
     with pytest.raises(InvalidRequestError, match="best_of"):
-        reader.read(b'{"prompt":"a","best_of":true}')
-    assert reader.read(b'{"prompt":"a","best_of":1}').content.prompt == "a"
+        reader.read(b'{"prompt":"a","best_of":true}', 100)
+    assert reader.read(b'{"prompt":"a","best_of":1}', 100).content.prompt == "a"

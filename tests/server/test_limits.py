@@ -114,6 +114,19 @@ def test_bodies_at_the_limit_and_over_it(limited: LiveServer) -> None:
     assert reply.error["code"] == "body_too_large"
 
 
+def test_parts_of_a_body_at_the_limit_and_over_it(chat_tokenizer: Tokenizer) -> None:
+    config = Config(log=LogConfig(level="error"), limits=LimitsConfig(max_body_parts=300))
+    with live_server(chat_tokenizer, config=config) as server:
+        for more, status in ((0, 200), (1, 400)):
+            body = body_of(CHAT)
+            body["metadata"] = {f"key{index}": index for index in range(300 - 12 + more)}
+            reply = server.post(CHAT, body)
+            assert reply.status == status, reply
+        assert reply.error["message"].startswith("The body may hold 300 texts")
+        assert "limits.max_body_parts" in reply.error["message"]
+        assert "301 or more" in reply.error["message"]
+
+
 def test_request_ids_at_the_limit_and_over_it(limited: LiveServer) -> None:
     for given in ("a" * 128, "A-Za-z0-9._:-"):
         assert limited.request("POST", TEXT, body_of(TEXT), {"x-request-id": given}).headers["x-request-id"] == given

@@ -1,20 +1,29 @@
 """Streams over real sockets: framing, silence, errors on the way, clients that leave and clients that do not read."""
 
+import asyncio
 import json
 import socket
+import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpaged import events
 from jaxpaged.config import Config, LogConfig, ServerConfig
 from jaxpaged.tokenizer import Tokenizer
+from server.http_protocol import ChunkWriter
 from server.ledger import End
+from server.protocol.chat import ChatChunk, ChatChunkChoice, Delta
+from server.streaming import TextEvent, event
 from tests.fakes import FailingRunner
 from tests.script import follow
 from tests.server.door_server import wait_until
 from tests.server.live import LiveServer, live_server, slowed, talker
+from tests.server.workers import with_many_clients
 from tests.stopwatch import Stopwatch
 from tests.text.vocabularies import id_of
 
@@ -230,6 +239,81 @@ def test_a_slow_reader_gets_everything_in_fewer_events(chat_tokenizer: Tokenizer
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in made) == whole.text
         logprobs = [entry for chunk in made for entry in chunk["choices"][0]["logprobs"]["content"]]
         assert logprobs == whole.json["choices"][0]["logprobs"]["content"]
+        wait_until(lambda: server.service.ledger.num_open == 0)
+        tokens = [len(chunk["choices"][0]["logprobs"]["content"]) for chunk in made]
+        assert sum(tokens) == 250
+        (answered,) = [event for event in server.log.of(events.HttpAnswered) if event.num_merged]
+        assert answered.num_merged == sum(number - 1 for number in tokens if number)
+        assert server.figures()["jaxpaged_http_merged_tokens_total"] == answered.num_merged
+
+
+def test_a_step_wakes_the_event_loop_once_and_an_event_is_one_write(chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the HTTP layer costs hangs on these two numbers; scripts/bench_http.py has the seconds."""
+    calls: Counter[str] = Counter()
+    real_call, real_write = asyncio.BaseEventLoop.call_soon_threadsafe, ChunkWriter.write
+
+    def call(loop: Any, callback: Any, *rest: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "jaxpaged-engine":
+            calls["wake-up"] += 1
+        return real_call(loop, callback, *rest, **options)
+
+    def write(writer: ChunkWriter, data: bytes) -> None:
+        calls["write"] += 1
+        calls["event"] += data.count(b"\n\n")
+        real_write(writer, data)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", call)
+    monkeypatch.setattr(ChunkWriter, "write", write)
+    with live_server(chat_tokenizer, slowed(talker(chat_tokenizer), 0.002)) as server:
+        with_many_clients(8, lambda index: server.chat(f"{index}", stream=True, max_tokens=40), 8)
+        with_many_clients(8, lambda index: server.complete(f"{index}", stream=True, max_tokens=40), 8)
+        # Nobody is woken by a step that gave no token.
+        wait_until(lambda: not server.engine._engine.has_work)
+        assert 40 <= calls["wake-up"] <= len(server.log.of(events.StepFinished))
+    assert 200 <= calls["write"] == calls["event"] <= 16 * 40
+
+
+@given(st.text(max_size=50))
+def test_an_event_of_a_text_is_what_the_whole_would_be(text: str) -> None:
+    def chunk(content: str) -> bytes:
+        choice = ChatChunkChoice(index=0, delta=Delta(content=content))
+        return event(ChatChunk(id="x", created=1, model='"a"', choices=[choice], system_fingerprint="y", usage=None))
+
+    made = TextEvent(chunk).with_text(text)
+    assert made == chunk(text)
+    assert json.loads(made.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("more", [{"stream_options": {"include_usage": True}}, {"timings": True}, {"echo": True}, {}])
+def test_events_around_a_text_are_those_that_are_made_one_by_one(slow_server: LiveServer, path: str, more: dict[str, Any]) -> None:
+    """Asked for ids of tokens, nothing is made once for all events of a stream."""
+    if "chat" in path:
+        body = {**LONG, "max_tokens": 30, "stream": True, **{key: value for key, value in more.items() if key != "echo"}}
+    else:
+        body = {"prompt": "go on", "max_tokens": 30, "temperature": 0, "stream": True, **more}
+
+    def forms(**fields: bool) -> list[Any]:
+        """Of the events, in order: all but what differs between two answers, and texts."""
+        found: list[Any] = []
+        for chunk in slow_server.post(path, {**body, **fields}).json:
+            del chunk["id"], chunk["created"]
+            chunk.pop("prompt_token_ids", None)
+            for name in ("timings", "usage"):
+                if chunk.get(name):
+                    chunk[name] = sorted(chunk[name])
+            for choice in chunk["choices"]:
+                for name in ("token_ids", "prompt_token_ids"):
+                    choice.pop(name, None)
+                part = choice.get("delta", choice)
+                part["text" if part is choice else "content"] = "..."
+            if chunk not in found:
+                found.append(chunk)
+        return found
+
+    plain = forms()
+    assert len(plain) >= 2
+    assert plain == forms(return_token_ids=True)
 
 
 def test_characters_of_several_tokens_arrive_whole(chat_tokenizer: Tokenizer) -> None:

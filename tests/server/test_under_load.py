@@ -1,7 +1,5 @@
-"""Many clients, and bad ones: who is too many is told at once, who leaves or does not read is forgotten, and the others never notice."""
+"""Bad clients: who leaves or does not read is forgotten, and the others never notice. Bursts are in test_soak.py, noise in test_raw_http.py."""
 
-import asyncio
-import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +9,11 @@ import msgspec
 import pytest
 
 from jaxpaged import events
-from jaxpaged.config import KIB, Config, SchedulerConfig, ServerConfig
+from jaxpaged.config import KIB, Config, ServerConfig
 from server.app import create_app
 from server.service import Service
 from tests.fakes import EventLog, FailingRunner
-from tests.server.door_server import Answer, DoorServer, door_server, request_bytes, wait_until
+from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 from tests.server.scripted_llm import script_runner, scripted_llm
 from tests.stopwatch import Stopwatch
 
@@ -44,7 +42,6 @@ def is_at_rest(server: DoorServer) -> bool:
 
 QUICK = Config(
     server=ServerConfig(send_buffer=4 * KIB, slow_client_timeout_s=0.5, header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5),
-    scheduler=SchedulerConfig(max_num_queued_requests=64),
 )
 
 
@@ -56,7 +53,7 @@ def log() -> EventLog:
 
 @pytest.fixture(scope="module")
 def shared(log: EventLog) -> Iterator[DoorServer]:
-    """The whole app over steps of 3 ms; 8 sequences at once, 64 may wait."""
+    """The whole app over steps of 3 ms; 8 sequences at once."""
     with door_server(QUICK, engine=slow_engine(0.003), create_app=create_app, log=log) as server:  # type: ignore[arg-type]
         yield server
 
@@ -78,49 +75,6 @@ def server(shared: DoorServer, log: EventLog) -> Iterator[DoorServer]:
     assert {end.value: told.count(end.value) for end in ends} == {end.value: count for end, count in ends.items()}
     queued = {event.request_id for event in log.of(events.RequestQueued)}
     assert queued == {event.request_id for event in log.of(events.RequestFinished)}
-
-
-def burst(server: DoorServer, num_clients: int) -> tuple[list[Answer], list[float], list[float]]:
-    """So many clients at once at an engine that stands still: answers, seconds of the refusals, seconds of /health meanwhile."""
-    engine: Any = server.service.engine
-    asyncio.run(engine.pause("keep", clear_cache=False))
-    refused_s: list[float] = []
-    health_s: list[float] = []
-
-    def ask(_: int) -> Answer:
-        began_s = time.monotonic()
-        answer = server.ask("POST", PATH, completion())
-        if answer.status != 200:
-            refused_s.append(time.monotonic() - began_s)
-        return answer
-
-    with ThreadPoolExecutor(num_clients) as pool:
-        asked = [pool.submit(ask, number) for number in range(num_clients)]
-        while len(refused_s) < num_clients - 64:
-            began_s = time.monotonic()
-            assert server.ask("GET", "/health").status == 200
-            health_s.append(time.monotonic() - began_s)
-        asyncio.run(engine.resume())
-        return [future.result() for future in asked], refused_s, health_s
-
-
-def test_a_burst_is_refused_exactly_as_far_as_it_is_too_much(server: DoorServer) -> None:
-    answers, refused_s, health_s = burst(server, 200)
-    assert [answer.status for answer in answers].count(200) == 64
-    refused = [answer for answer in answers if answer.status != 200]
-    assert {(answer.status, answer.code, answer.headers["retry-after"]) for answer in refused} == {(429, "queue_full", "1")}
-    assert len(refused) == len(refused_s) == 136
-    assert health_s, "nobody asked meanwhile"
-
-
-@pytest.mark.tier("long", area="server")
-def test_a_burst_of_a_thousand() -> None:
-    config = Config(scheduler=SchedulerConfig(max_num_queued_requests=64))
-    with door_server(config, engine=slow_engine(0.003), create_app=create_app) as server:  # type: ignore[arg-type]
-        answers, refused_s, health_s = burst(server, 1000)
-    assert [answer.status for answer in answers].count(200) == 64
-    assert sorted(health_s)[int(len(health_s) * 0.99)] < 0.2
-    assert len(refused_s) == 936
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -172,52 +126,3 @@ def test_scrapes_and_health_beside_streams(server: DoorServer) -> None:
         assert {answer.status for answer in pool.map(lambda path: server.ask("GET", path), paths)} == {200}
     bodies = {stream.read().body.count(b"data: ") for stream in streams}
     assert bodies <= {101, 102, 100} or min(bodies) > 50
-
-
-def fuzz(server: DoorServer, count: int, seed: int) -> None:
-    """Requests with random damage: each connection is answered or closed, and none of them is 5xx for a reason of ours."""
-    rng = random.Random(seed)
-    whole = [
-        request_bytes("POST", PATH, completion(3)),
-        request_bytes("GET", "/livez"),
-        request_bytes("GET", "/v1/models"),
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-        b'5\r\n{"pro\r\n1b\r\nmpt":"a","max_tokens":1   }\r\n0\r\n\r\n',
-    ]
-    for _ in range(count):
-        data = bytearray(rng.choice(whole))
-        for _ in range(rng.choice((1, 1, 2, 5, 20))):
-            place, what = rng.randrange(len(data) + 1), rng.randrange(5)
-            if what == 0:
-                data[place : place + 1] = bytes([rng.randrange(256)])
-            elif what == 1:
-                del data[place : place + rng.randrange(1, 9)]
-            elif what == 2:
-                data[place:place] = rng.choice((b"\r\n", b"\0", b": ", b"\xff\xfe", b"%00", b"..", b"x" * 3000, b"\r\n\r\n", b"0\r\n\r\n"))
-            elif what == 3:
-                data[place:place] = data[: rng.randrange(1, 40)]
-            else:
-                del data[place:]
-            data = data or bytearray(b"\n")
-        connection = server.connect()
-        try:
-            connection.send(bytes(data))
-            if rng.random() < 0.7:
-                connection.socket.shutdown(1)
-        except OSError:
-            pass
-        connection.socket.settimeout(3)
-        connection.seconds_to_end()
-        statuses = [int(line.split(b" ")[1]) for line in connection.seen.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
-        assert all(status < 500 for status in statuses), (bytes(data), connection.seen)
-        connection.close()
-
-
-def test_damaged_requests(server: DoorServer) -> None:
-    fuzz(server, 80, seed=7)
-
-
-@pytest.mark.tier("long", area="server")
-@pytest.mark.parametrize("seed", range(10))
-def test_many_damaged_requests(server: DoorServer, seed: int) -> None:
-    fuzz(server, 1000, seed=seed)

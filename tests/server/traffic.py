@@ -4,10 +4,12 @@ Each answer is compared with what the server said to the same body when it was a
 `after_check` compares them with those of the server, the engine and the figures.
 """
 
+import ctypes
 import gc
 import os
 import random
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,18 +58,45 @@ def told(reply: Reply) -> Told:
 
 
 class Vitals(NamedTuple):
-    """What a process holds: threads, descriptors, resident bytes."""
+    """What a process holds.
+
+    Attributes:
+        heap_bytes: what malloc has given out: whatever is larger than 512 bytes, and arrays.
+        num_blocks: what Python's own allocator has given out: small objects, of 512 bytes at most.
+        resident_bytes: of the whole process, with what the allocators keep for later.
+    """
 
     num_threads: int
     num_descriptors: int
+    heap_bytes: int
+    num_blocks: int
     resident_bytes: int
 
 
+class _MallocFigures(ctypes.Structure):
+    """glibc's `struct mallinfo2`, summed over the arenas of all threads."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
 def vitals() -> Vitals:
-    """Of this process."""
+    """Of this process, when all garbage is collected and what is free was given back."""
     gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _MallocFigures
+    libc.malloc_trim(0)
+    malloc = libc.mallinfo2()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Vitals(threading.active_count(), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE"))
+    return Vitals(
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        malloc.uordblks + malloc.hblkhd,
+        sys.getallocatedblocks(),
+        pages * os.sysconf("SC_PAGE_SIZE"),
+    )
 
 
 class Traffic:

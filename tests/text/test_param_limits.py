@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from jaxpaged.errors import InvalidRequestError
@@ -105,6 +106,21 @@ def test_every_field_has_a_limit_or_a_rule_of_its_own() -> None:
         with pytest.raises(InvalidRequestError, match=field) as caught:
             SamplingParams(**{field: value})
         assert caught.value.param == field
+
+
+def test_numpys_numbers_are_taken_as_pythons() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), min_tokens=np.int32(1), logprobs=np.uint8(2), n=np.int16(2))  # type: ignore[arg-type]
+    assert params == SamplingParams(temperature=0.5, top_k=3, min_tokens=1, logprobs=2, n=2)
+    assert {type(getattr(params, limit.field)) for limit in LIMITS} <= {int, float, bool, type(None)}
+    for field, value in (
+        ("top_k", np.float32(1.5)),
+        ("top_k", np.bool_(True)),
+        ("temperature", np.bool_(True)),
+        ("min_p", np.float32("nan")),
+    ):
+        with pytest.raises(InvalidRequestError, match=field):
+            SamplingParams(**{field: value})
+    assert params.clone() == params
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "-1", "+1", "1.0", "\u0663", "", 1.0, None, True, 2**31])

@@ -9,7 +9,8 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
-from jaxpaged.sampling import NO_ID, NUM_FEW, NUM_TOP, _pick, block_maxima, find_largest, keep_threshold, sample, uniform
+from jaxpaged.largest_logits import NUM_TOP, block_maxima, find_largest
+from jaxpaged.sampling import NO_ID, NUM_FEW, _pick, is_kept, sample, uniform
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -48,26 +49,34 @@ def draw(logits: np.ndarray, rows: SamplingRows, num_ids: int | None = None) -> 
     return np.asarray(run_sample(jnp.asarray(logits, jnp.float32), rows, num_ids=logits.shape[1] if num_ids is None else num_ids))
 
 
-@jax.jit
-def run_threshold(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """`keep_threshold` of the largest logits."""
-    return keep_threshold(logits, find_largest(logits, block_maxima(logits)), rows)
+run_is_kept = jax.jit(is_kept)
+weights_of = jax.jit(jnp.exp)
+"""The device's own exponential: another one differs in last bits."""
 
 
-def kept_by_sorting(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, float]:
-    """Which ids min_p, then top_k, then top_p keep, and how far (of the mass) the edge of top_p is from falling elsewhere."""
-    order = np.sort(scaled.astype(np.float64))[::-1]
-    keep = order >= (np.log(np.float32(min_p)) if min_p > 0 else -np.inf)
-    if 0 < top_k < len(order):
-        keep &= order >= order[top_k - 1]
-    margin = np.inf
+def kept_by_sorting(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Which ids min_p, then top_k, then top_p keep."""
+    keep = weights >= np.float32(min_p)
+    if 0 < top_k < len(scaled):
+        keep &= scaled >= np.sort(scaled)[-top_k]
     if top_p < 1:
-        mass = np.cumsum(np.where(keep, np.exp(order), 0))
-        wanted = np.float32(top_p) * mass[-1]
-        last = np.searchsorted(mass, wanted)
-        margin = np.abs(mass[max(last - 1, 0) : last + 1] - wanted).min() / mass[-1]
-        keep &= order >= order[last]
-    return scaled >= order[keep][-1], margin
+        order, mass = falling(weights, keep)
+        keep &= weights >= order[np.searchsorted(mass, np.float32(top_p) * mass[-1])]
+    return keep
+
+
+def falling(weights: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights of what is kept, the largest first, and their running sum."""
+    order = np.sort(np.where(keep, weights, 0).astype(np.float64))[::-1]
+    return order, np.cumsum(order)
+
+
+def clear_top_p(weights: np.ndarray, keep: np.ndarray, top_p: float) -> float:
+    """A share near `top_p` that no rounding of sums in float32 could move over to another id: amid a step of the running sum."""
+    order, mass = falling(weights, keep)
+    wide = np.flatnonzero(order > 8e-6 * mass[-1])
+    step = wide[np.abs(wide - np.searchsorted(mass, top_p * mass[-1])).argmin()]
+    return float((mass[step] - order[step] / 2) / mass[-1])
 
 
 def shapes_of_logits(vocab: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -91,27 +100,51 @@ def shapes_of_logits(vocab: int, rng: np.random.Generator) -> list[np.ndarray]:
     ],
 )
 def test_masks_equal_the_sorted_reference(vocab: int, ks: tuple[int, ...], ps: tuple[float, ...], mins: tuple[float, ...]) -> None:
-    """Bit for bit, but where the edge of top_p lies within rounding of two ids; k and p may want more ids than `NUM_TOP`."""
+    """Bit for bit; k and p may want more ids than `NUM_TOP`."""
     shapes = shapes_of_logits(vocab, np.random.default_rng(vocab))
     cases = [(scaled, k, p, m) for scaled in shapes for k in ks for p in ps for m in mins]
     width = 64
-    num_close = num_wide = 0
+    num_wide = 0
     for start in range(0, len(cases), width):
         block = cases[start : start + width]
         block += block[-1:] * (width - len(block))
         scaled = np.stack([case[0] for case in block])
+        weights = np.asarray(weights_of(scaled))
         top_k, top_p, min_p = (np.array([case[column] for case in block]) for column in (1, 2, 3))
-        threshold = run_threshold(jnp.asarray(scaled), rows(width, vocab=vocab, top_k=top_k, top_p=top_p, min_p=min_p))
-        got = scaled >= np.asarray(threshold)[:, None]
-        for own, (row, k, p, m) in zip(got, block, strict=True):
-            expected, margin = kept_by_sorting(row, k, p, m)
-            if margin < 2e-6:
-                num_close += 1
-                continue
+        for index in np.flatnonzero(top_p < 1):
+            keep = kept_by_sorting(scaled[index], weights[index], top_k[index], 1.0, min_p[index])
+            top_p[index] = clear_top_p(weights[index], keep, top_p[index])
+        got = np.asarray(run_is_kept(jnp.asarray(scaled), rows(width, vocab=vocab, top_k=top_k, top_p=top_p, min_p=min_p)))
+        for own, *case in zip(got, scaled, weights, top_k, top_p, min_p, strict=True):
+            expected = kept_by_sorting(*case)
             num_wide += expected.sum() > NUM_TOP
+            k, p, m = case[2:]
             assert np.array_equal(own, expected), f"top_k {k}, top_p {p}, min_p {m}: kept {own.sum()} instead of {expected.sum()}"
-    assert num_close < 0.1 * len(cases)
     assert vocab <= NUM_TOP or num_wide > 10
+
+
+def exact_powers(count: int) -> np.ndarray:
+    """Scaled logits whose weights are 1, 1/2, 1/4 ... to the last bit."""
+    near = np.array([[-k * np.log(2) * (1 + 6e-8 * j) for j in range(-8, 9)] for k in range(count)], np.float32)
+    is_exact = np.asarray(weights_of(near)) == 0.5 ** np.arange(count)[:, None]
+    assert is_exact.any(axis=1).all()
+    return near[np.arange(count), is_exact.argmax(axis=1)]
+
+
+@pytest.mark.parametrize("count", [4, NUM_TOP // 2, NUM_TOP])
+def test_top_p_at_the_very_edge_of_a_mass(count: int) -> None:
+    """Powers of two, so that no sum rounds: ids whose mass is just what is wanted are enough, and the least bit more takes the next."""
+    powers = exact_powers(3)
+    scaled = np.full(2 * 11 * NUM_TOP, -np.inf, np.float32)
+    scaled[: 11 * count] = np.repeat(powers, [count, 2 * count, 8 * count])  # a quarter of the mass, another, and half of it
+    scaled = np.random.default_rng(count).permutation(scaled)
+    weights = np.asarray(weights_of(scaled))
+    quarter, half = np.float32(0.25), np.float32(0.5)
+    least = {quarter: 1, np.nextafter(quarter, half): 0.5, half: 0.5, np.nextafter(half, np.float32(1)): 0.25, 1 - 2**-20: 0.25, 2**-60: 1}
+    top_p = np.array(list(least), np.float32)
+    got = run_is_kept(jnp.broadcast_to(scaled, (len(top_p), len(scaled))), rows(len(top_p), vocab=len(scaled), top_p=top_p))
+    assert np.array_equal(got, weights >= np.array(list(least.values()))[:, None])
+    assert np.array_equal(got, [kept_by_sorting(scaled, weights, 0, p, 0.0) for p in top_p])
 
 
 def critical_chi_square(degrees: int) -> float:
@@ -145,7 +178,7 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     num_draws, vocab = 20_000, 50
     logits = (0.8 * np.random.default_rng(1).standard_normal(vocab)).astype(np.float32)
     scaled = (logits - logits.max()) / np.float32(temperature)
-    kept, _ = kept_by_sorting(scaled, top_k, top_p, min_p)
+    kept = kept_by_sorting(scaled, np.asarray(weights_of(scaled)), top_k, top_p, min_p)
     probabilities = np.where(kept, np.exp(scaled.astype(np.float64)), 0)
     probabilities /= probabilities.sum()
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}

@@ -12,7 +12,7 @@ import pytest
 from jaxpaged.chat_template import ChatTemplate
 from jaxpaged.errors import ChatTemplateError
 from jaxpaged.loading.sources import ModelFiles
-from jaxpaged.template_sandbox import MAX_CHARS
+from jaxpaged.template_sizes import MAX_CHARS
 from jaxpaged.time_limit import RETRY_S, TimeUpError, run_within
 from jaxpaged.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level_backend, save_folder
@@ -56,8 +56,8 @@ def render(source: str, timeout_s: float = 20.0) -> str:
         "{{ 'x'|replace('x', 'y' * 10**6)|replace('y', 'z' * 10**6) }}",
         "{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}",
         "{{ ('x' * 10**6).replace('', 'y' * 10**6) }}",
-        "{{ (['x'] * 10**6)|join('y' * 1000) }}",
-        "{{ ('y' * 1000).join(['x'] * 10**6) }}",
+        "{{ (['x'] * 10**5)|join('y' * 1000) }}",
+        "{{ ('y' * 1000).join(['x'] * 10**5) }}",
         "{{ ('x' * 10**6).translate({120: 'y' * 10**6}) }}",
         "{{ '%0999999999d' % 1 }}",
         "{{ '%.999999999f' % 1 }}",
@@ -85,6 +85,49 @@ def render(source: str, timeout_s: float = 20.0) -> str:
         "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
         "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLE.format("{% set n.x = m(n.x) %}"),
         "{% for i in range(1000) %}{{ 'x' * 10**6 }}{% endfor %}",
+        # Few characters in memory, and many once they are written out.
+        *(
+            f"{{% set many = ['x' * 10**7] * 120 %}}{{% set n = namespace(x=many, y=many) %}}{{{{ {written} }}}}"
+            for written in (
+                *("many", "many ~ ''", "{'a': many}", "n", "n ~ n", "{'a': many}.values()", "{'a': many}.items()", "dict(a=many)"),
+                *("many|tojson", "many|string", "many|pprint", "many|e", "many|upper", "many|trim", "many|wordwrap", "many|urlencode"),
+                *(
+                    "many|safe",
+                    "many|replace('y', 'z')",
+                    "many|indent",
+                    "many|center(5)",
+                    "[many]|join",
+                    "'-'.join(many)",
+                    "many|join('x')",
+                ),
+                *("'%s' % [many]", "'%s'|format(many)", "'{}'.format(many)", "'{a}'.format_map({'a': many})", "{many|string: 1}"),
+                *("many|title", "many|capitalize", "many|truncate", "many|striptags", "many|wordcount", "many|map('string')|list"),
+            )
+        ),
+        "{{ ([[1] * 10**6] * 1000)|sum(start=[])|length }}",
+        "{{ ('x' * 12000)|wordwrap(1, true, 'y' * 100000) }}",
+        "{{ ([1] * 10**5)|tojson(indent=200) }}",
+        "{{ ('я' * 10**7)|list|length }}",
+        "{{ ('я ' * 10**7).split()|length }}",
+        "{{ ('я-' * 10**7).split('-')|length }}",
+        "{{ ('я-' * 10**7).rsplit('-')|length }}",
+        "{{ ('я\n' * 10**7).splitlines()|length }}",
+        "{{ ('я' * 10**7)|batch(2)|list|length }}",
+        "{{ ('я' * 10**7)|sort|length }}",
+        "{{ 'x'.encode() * 10**9 }}",
+        "{{ (1).to_bytes(10**9) }}",
+        # Many values that are each small enough.
+        "{% set n = namespace(x=[]) %}{% for i in range(80) %}{% set n.x = n.x + ['x' * 15000000] %}{% endfor %}",
+        "{% set n = namespace(x=[]) %}{% for i in range(80) %}{% set n.x = [n.x, 'x' * 15000000] %}{% endfor %}",
+        "{% set n = namespace(x=0) %}{% for i in range(80) %}{% set n.x = (n.x, 'x' * 15000000) %}{% endfor %}",
+        "{% set n = namespace(x=0) %}{% for i in range(80) %}{% set n.x = {'a': n.x, 'b': 'x' * 15000000} %}{% endfor %}",
+        "{% set n = namespace(x=0) %}{% for i in range(80) %}{% set n.x = namespace(a=n.x, b='x' * 15000000) %}{% endfor %}",
+        "{% set n = namespace(x={}) %}{% for i in range(80) %}{% set n.x = dict(n.x, **{i|string: 'x' * 15000000}) %}{% endfor %}",
+        "{% set n = namespace(x=[]) %}{% for i in range(80) %}{% set n.x = [n.x, [1] * 10**7] %}{% endfor %}",
+        "{% set n = namespace(x=[]) %}{% for i in range(800) %}{% set n.x = [n.x, ([1] * 99999)|list] %}{% endfor %}",
+        "{% set n = namespace(x=[]) %}{% for i in range(800) %}{% set n.x = [n.x, dict.fromkeys(range(99999))] %}{% endfor %}",
+        "{% macro m(k) %}{% set x = [k, k ~ 'x'] %}{{ m(k + 1) }}{{ x }}{% endmacro %}{{ m(0) }}",
+        "{% set n = namespace() %}{% set n.n = n %}{{ n }}",
     ],
 )
 def test_a_value_that_is_too_large_is_refused_in_bounded_memory(source: str) -> None:
@@ -111,6 +154,32 @@ def test_what_ordinary_templates_do_still_works() -> None:
     )
     assert (
         render("{{ [3, 4, 5]|batch(2)|list }} {{ [1, 2, 3]|slice(2)|list }} {{ 'x'|center(5) }}|") == "[[3, 4], [5]] [[1, 2], [3]]   x  |"
+    )
+
+
+def test_a_template_that_gathers_messages_is_not_stopped() -> None:
+    """Lists and texts that grow by one message at a time, and are counted at each."""
+    source = (
+        "{% set n = namespace(kept=[], text='') %}{% for message in messages %}{% set n.kept = n.kept + [message] %}"
+        "{% set n.text = n.text ~ message['content'] %}{% if loop.index0 == messages|length - 1 %}{{ n.kept|length }}{% endif %}"
+        "{% endfor %}{{ n.text|length }} {{ n.kept|tojson|length }}"
+    )
+    messages = [{"role": "user", "content": "word " * 40}] * 1000
+    shown = ChatTemplate(source, timeout_s=60.0).render(messages, add_generation_prompt=False)
+    assert shown == f"1000{1000 * 200} {1000 * (200 + len('{"role": "user", "content": ""}, '))}"
+
+
+def test_what_one_rendering_used_is_not_held_against_the_next() -> None:
+    template = ChatTemplate("{% for i in range(3) %}{% set x = [1] * 5000000 %}{% endfor %}{{ [1, (2, 3), {'a': (4,)}] }}")
+    for _ in range(3):
+        assert template.render(MESSAGES, add_generation_prompt=False) == "[1, (2, 3), {'a': (4,)}]"
+    assert render("{% for a, (b, c) in [(1, (2, 3))] %}{% set d, e = c, b %}{{ a }}{{ d }}{{ e }}{% endfor %}") == "132"
+    assert (
+        render(
+            "{% macro m(k) %}{% if k %}{{ m(k - 1) }}{% else %}{{ caller() if caller else 'end' }}{% endif %}{% endmacro %}"
+            "{{ m(30) }} {% call m(0) %}x{% endcall %}"
+        )
+        == "end x"
     )
 
 

@@ -1,0 +1,72 @@
+"""What the engine must know of a model, and the module tree that is made only when a program must be traced."""
+
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by name once it is imported)
+import msgspec
+import numpy as np
+
+from jaxpaged.models import Family
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of one model, as JSON if need be.
+
+    Attributes:
+        windows: for each layer, the positions that a token sees, itself included; None: all.
+        dtype_name: type of weights and activations, as numpy calls it.
+        words: the family's config in words, which tell its programs from all others.
+    """
+
+    vocab: int
+    embed: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    windows: tuple[int | None, ...]
+    dtype_name: str
+    words: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of weights and activations."""
+        return np.dtype(self.dtype_name)
+
+
+class ModelStructure(NamedTuple):
+    """The module tree of a model without its weights, split as `flax.nnx` does.
+
+    Attributes:
+        expected: parameter path -> shape and type, in the order of the leaves.
+    """
+
+    family: Family
+    config: Any
+    graphdef: Any
+    treedef: Any
+    expected: dict[str, Any]
+
+
+def facts_of(config: Any) -> ModelFacts:
+    """The facts in a family's `Config`."""
+    return ModelFacts(
+        vocab=config.vocab,
+        embed=config.embed,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_positions=config.max_positions,
+        windows=tuple(config.windows),
+        dtype_name=str(config.dtype),
+        words=repr((type(config).__module__, config)),
+    )
+
+
+def make_structure(family: Family, config: Any) -> ModelStructure:
+    """Builds the module tree of shapes alone."""
+    from flax import nnx  # late: a start that traces nothing needs none of it, and importing it takes half a second
+
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.Model(config)))
+    leaves, treedef = jax.tree.flatten(state)
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    return ModelStructure(family, config, graphdef, treedef, dict(zip(paths, leaves, strict=True)))
