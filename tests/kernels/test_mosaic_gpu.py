@@ -40,7 +40,8 @@ def attend(case: Case, operands: dict[str, Any], **changes: Any) -> np.ndarray:
 
 def expected(case: Case, operands: dict[str, Any]) -> np.ndarray:
     as_float32 = {k: v.astype(np.float32) if k in ("q", "k_pages", "v_pages") else v for k, v in operands.items()}
-    return np.asarray(reference.paged_attention(**jax.tree.map(jnp.asarray, as_float32), **options(case), layer=None, group=None))
+    named = {"sinks": None, **jax.tree.map(jnp.asarray, as_float32)}
+    return np.asarray(reference.paged_attention(**named, **options(case), layer=None, group=None))
 
 
 def tolerance(case: Case, operands: dict[str, Any]) -> float:
