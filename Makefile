@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint test-kernels test-system test-min-jax test-long lock wheel clean setup setup-dev
+.PHONY: help demo test test-fast lint test-kernels compile-gpu test-system test-min-jax test-long lock wheel clean setup setup-dev
 
 # Any of these locks will do, and what .venv already holds is kept. DEVICE=cuda12 or DEVICE=cuda13 asks for jax with an NVIDIA GPU.
 ifneq ($(filter-out cuda12 cuda13,$(DEVICE)),)
@@ -42,8 +42,13 @@ lint: setup-dev ## ruff, ruff format, mypy, and a syntax check of the scripts
 	.venv/bin/mypy
 	@for script in scripts/*.sh .ci/run; do bash -n "$$script" || exit; done
 
-test-kernels: setup-dev ## the large kernel tests: more cases, the GPU interpreter
-	$(PYTEST) $(IN_PARALLEL) --tier kernels
+test-kernels: setup-dev ## the large kernel tests: more cases, the GPU interpreter, kernels compiled for GPUs that are not there
+	$(PYTEST) -n $(JOBS) --dist load --tier kernels
+	@$(MAKE) --no-print-directory compile-gpu
+
+compile-gpu: ## the GPU kernels compiled for H200 and H100, with no GPU, against their budgets
+	@$(SETUP) .venv-compile-gpu compile-gpu
+	.venv-compile-gpu/bin/python scripts/compile_kernels.py
 
 test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus)
 	$(PYTEST) --tier system
@@ -62,5 +67,5 @@ wheel: setup-dev ## dist/jaxpaged-*.whl
 	.venv/bin/python -m hatchling build -t wheel
 
 clean: ## remove environments, caches and builds; pulled models stay
-	rm -rf .venv .venv-min-jax dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-min-jax .venv-compile-gpu dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

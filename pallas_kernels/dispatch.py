@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
+from pallas_kernels.gpu_target import platform
 
 
 class UnsupportedKernelError(ValueError):
@@ -30,7 +30,7 @@ def choose(op: Op, implementation: str | None, args: Sequence[Any], kwargs: Mapp
     """Returns the implementation to run. Raises UnsupportedKernelError when none, or not the one asked for, takes the operands."""
     if implementation is not None and implementation not in op.implementations:
         raise UnsupportedKernelError(f"{op.name} has no implementation {implementation!r}; there are {', '.join(op.implementations)}")
-    names = (implementation,) if implementation else op.preference.get(jax.default_backend(), op.preference["default"])
+    names = (implementation,) if implementation else op.preference.get(platform(), op.preference["default"])
     refused = []
     for name in names:
         candidate = op.implementations[name]

@@ -18,7 +18,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import mosaic_gpu, reference, xla
 
 NO_WINDOW = 2**31 - 1
 """A window that no sequence fills."""
@@ -57,13 +57,19 @@ def _common_refusals(
     return refusals
 
 
+def _mosaic_gpu_refusals(q: Any, k_pages: Any, *args: Any, **options: Any) -> list[str]:
+    # Its own words only for operands that make sense at all.
+    return _common_refusals(q, k_pages, *args, **options) or mosaic_gpu.refusals(q, k_pages, options.get("is_causal", True))
+
+
 OP = Op(
     name="paged_attention",
     implementations={
         "reference": Implementation("reference", reference.paged_attention, _common_refusals),
         "xla": Implementation("xla", xla.paged_attention, _common_refusals),
+        "mosaic_gpu": Implementation("mosaic_gpu", mosaic_gpu.paged_attention, _mosaic_gpu_refusals),
     },
-    preference={"default": ("xla",)},
+    preference={"default": ("xla",), "gpu": ("mosaic_gpu", "xla")},
 )
 
 
@@ -82,6 +88,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
     is_causal: bool = True,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attention of each sequence's query rows over its own pages; see the module's docstring for the contract.
@@ -101,7 +109,9 @@ def paged_attention(
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` before masking.
         sinks: a finite logit for each head that takes part in the softmax and gives nothing; neither scaled nor capped.
         is_causal: whether a row sees its own position and those before it, or all.
-        implementation: "reference" or "xla"; None takes the best for the device.
+        k_scale: what is stored in `k_pages` stands for `k_scale` times it.
+        v_scale: likewise for `v_pages`.
+        implementation: "reference", "xla" or "mosaic_gpu"; None takes the best for the device.
 
     Returns:
         The attended values, in q's dtype.
@@ -118,5 +128,7 @@ def paged_attention(
         "soft_cap": soft_cap,
         "sinks": sinks,
         "is_causal": is_causal,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
     return choose(OP, implementation, args, options).run(*args, **options)

@@ -6,7 +6,8 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """`spans` holds one (query rows, tokens in the pool) a sequence; `tags` say where the case runs: ci, bench."""
+    """`spans` holds one (query rows, tokens in the pool) a sequence; `tags` say where the case runs: ci, bench, or
+    gpu for what Mosaic GPU kernels take (gpu_first: of these the ones that every test run looks at)."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
@@ -18,6 +19,10 @@ class Case(NamedTuple):
     soft_cap: float | None = None
     has_sinks: bool = False
     is_causal: bool = True
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    dtype: str = "float32"
+    page_dtype: str | None = None
     num_padding_tokens: int = 0
     num_padding_seqs: int = 0
     tags: tuple[str, ...] = ("ci",)
@@ -46,6 +51,96 @@ CASES = (
     Case("sinks_window", ((1, 300), (1, 1), (70, 200)), 3, 3, 16, 8, sliding_window=32, has_sinks=True, num_padding_tokens=2),
     Case("bidirectional", ((67, 67), (1, 1), (2, 2), (130, 130)), 4, 2, 16, 8, is_causal=False, num_padding_tokens=2, num_padding_seqs=1),
     Case("multi_query_head_dim_odd", ((1, 50), (7, 20)), 5, 1, 20, 16),
+    Case("scales", ((1, 77), (9, 90)), 4, 2, 32, 16, k_scale=0.5, v_scale=3.0),
+    Case(
+        "gpu_ragged",
+        ((1, 1), (1, 129), (3, 5), (1, 64), (1, 65)),
+        6,
+        2,
+        64,
+        16,
+        num_padding_tokens=2,
+        num_padding_seqs=1,
+        tags=("gpu",),
+        dtype="bfloat16",
+    ),
+    Case(
+        "gpu_window_cap_sinks",
+        ((1, 1), (1, 70), (9, 137), (1, 300)),
+        3,
+        1,
+        64,
+        8,
+        sliding_window=70,
+        soft_cap=5.0,
+        has_sinks=True,
+        tags=("gpu", "gpu_first"),
+        dtype="float16",
+    ),
+    Case(
+        "gpu_fp8",
+        ((1, 63), (5, 150)),
+        4,
+        2,
+        64,
+        32,
+        k_scale=0.5,
+        v_scale=2.0,
+        tags=("gpu", "gpu_first"),
+        dtype="bfloat16",
+        page_dtype="float8_e4m3fn",
+    ),
+    Case(
+        "gpu_mixed",
+        ((50, 170), (1, 5), (3, 3), (1, 70)),
+        6,
+        2,
+        64,
+        16,
+        num_padding_tokens=3,
+        num_padding_seqs=1,
+        tags=("gpu", "gpu_first"),
+        dtype="bfloat16",
+    ),
+    Case("gpu_longer_window_cap_sinks", ((70, 150), (9, 9)), 3, 1, 64, 8, 40, 5.0, has_sinks=True, tags=("gpu",), dtype="float16"),
+    Case("gpu_longer_window_far", ((40, 330),), 8, 1, 64, 32, sliding_window=65, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_longer_head_dim_128_page_64", ((33, 140),), 4, 1, 128, 64, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_longer_head_dim_256_page_128", ((5, 260), (2, 130)), 4, 2, 256, 128, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_longer_ring_goes_round", ((4, 700),), 4, 1, 64, 64, tags=("gpu",), dtype="float16"),
+    Case(
+        "gpu_longer_fp8",
+        ((20, 150), (1, 9)),
+        4,
+        1,
+        64,
+        32,
+        k_scale=0.5,
+        v_scale=2.0,
+        tags=("gpu",),
+        dtype="bfloat16",
+        page_dtype="float8_e4m3fn",
+    ),
+    Case("gpu_longer_fp8_head_dim_256", ((20, 80),), 2, 1, 256, 64, tags=("gpu",), dtype="bfloat16", page_dtype="float8_e4m3fn"),
+    Case("gpu_multi_head_page_64", ((1, 64), (1, 191)), 3, 3, 64, 64, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_page_128", ((1, 128), (1, 129), (1, 60)), 8, 1, 128, 128, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_page_128_window", ((1, 400), (1, 129)), 8, 1, 128, 128, sliding_window=100, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_head_dim_96", ((1, 200), (1, 33)), 4, 2, 96, 16, tags=("gpu",), dtype="float16"),
+    Case("gpu_head_dim_256", ((1, 300), (1, 3)), 4, 1, 256, 16, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_64_heads_share", ((1, 100),), 64, 1, 64, 32, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_long_splits", ((1, 1500), (1, 2)), 8, 1, 64, 32, has_sinks=True, tags=("gpu",), dtype="bfloat16"),
+    Case("gpu_fp8_head_dim_256", ((1, 140), (1, 1)), 2, 1, 256, 64, tags=("gpu",), dtype="bfloat16", page_dtype="float8_e4m3fn"),
+    Case(
+        "gpu_fp8_head_dim_96_window",
+        ((1, 140), (1, 9)),
+        2,
+        1,
+        96,
+        8,
+        sliding_window=11,
+        tags=("gpu",),
+        dtype="float16",
+        page_dtype="float8_e4m3fn",
+    ),
     Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_decode_32_ctx2k", tuple((1, 2000 + i) for i in range(32)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_prefill_512", ((512, 512),), 9, 3, 64, 16, tags=("bench",)),
@@ -54,10 +149,11 @@ CASES = (
 )
 
 
-def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+def make(case: Case, seed: int = 0, dtype: str | None = None) -> dict[str, np.ndarray]:
     """Operands of a case: pages in shuffled order, and NaN wherever no sequence owns the memory (page 0, spare pages, rests).
 
-    Pages behind the window of a sequence's rows have been given back: their entries are 0.
+    Pages behind the window of a sequence's rows have been given back: their entries are 0. With `dtype`, everything is of that type
+    instead of the case's own.
     """
     rng = np.random.default_rng(seed)
     q_lens = [q for q, _ in case.spans] + [0] * case.num_padding_seqs
@@ -86,12 +182,13 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
     # Padding rows may hold anything as well.
     q[sum(q_lens) :] = np.nan
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    q_dtype, page_dtype = dtype or case.dtype, dtype or case.page_dtype or case.dtype
     # As large as the largest logits, so that they take a share that shows.
-    sinks = {"sinks": (1 + rng.standard_normal(case.heads)).astype(dtype)} if case.has_sinks else {}
+    sinks = {"sinks": (1 + rng.standard_normal(case.heads)).astype(q_dtype)} if case.has_sinks else {}
     return {
-        "q": q.astype(dtype),
-        "k_pages": k_pages.astype(dtype),
-        "v_pages": v_pages.astype(dtype),
+        "q": q.astype(q_dtype),
+        "k_pages": k_pages.astype(page_dtype),
+        "v_pages": v_pages.astype(page_dtype),
         "page_tables": page_tables,
         "kv_lens": np.array(kv_lens, np.int32),
         "cu_q_lens": cu_q_lens,
@@ -102,4 +199,5 @@ def make(case: Case, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndar
 def options(case: Case) -> dict[str, float | int | None]:
     """Keyword arguments of a case."""
     named: dict[str, float | int | None] = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
-    return {"scale": case.head_dim**-0.5, "is_causal": case.is_causal, **named}
+    scales = {"scale": case.head_dim**-0.5, "k_scale": case.k_scale, "v_scale": case.v_scale}
+    return {"is_causal": case.is_causal, **scales, **named}

@@ -20,6 +20,8 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, "heads"] | None,
     is_causal: bool,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`, in tokens x max_pages x page_size memory."""
     if layer is not None:
@@ -39,7 +41,7 @@ def paged_attention(
         own = jnp.moveaxis(pages[page_tables[seq]], 2, 1)
         return own.reshape(num_tokens, num_kv_heads, -1, head_dim).astype(jnp.float32)
 
-    keys, values = history(k_pages), history(v_pages)
+    keys, values = history(k_pages) * k_scale, history(v_pages) * v_scale
     kv_position = jnp.arange(keys.shape[2])
     visible = (kv_position <= position[:, None]) & is_live[:, None]
     if sliding_window is not None:

@@ -34,11 +34,12 @@ class _Pool(NamedTuple):
     layer: int | Int32[Array, ""]
     group: int | Int32[Array, ""]
     pages_per_chunk: int
-    scale: float
+    scale: float | Float[Array, ""]
     sliding_window: int | Int32[Array, ""] | None
     soft_cap: float | None
     sinks: Float[Array, "kv_heads heads"] | None
     precision: lax.Precision | None
+    v_scale: float | Float[Array, ""]
 
 
 def paged_attention(
@@ -51,11 +52,13 @@ def paged_attention(
     *,
     layer: int | Int32[Array, ""] | None,
     group: int | Int32[Array, ""] | None,
-    scale: float,
+    scale: float | Float[Array, ""],
     sliding_window: int | Int32[Array, ""] | None,
     soft_cap: float | None,
     sinks: Float[Array, "heads"] | None,
     is_causal: bool,
+    k_scale: float | Float[Array, ""] = 1.0,
+    v_scale: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "tokens heads head_dim"]:
     """The contract of `pallas_kernels.paged_attention`."""
     if layer is None:
@@ -73,7 +76,8 @@ def paged_attention(
     twin = 2 if heads_per_kv_head == 1 and q.dtype != jnp.float32 else 1
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, heads_per_kv_head), twin, axis=1)
-    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, sinks, precision)
+    scale = scale * k_scale
+    pool = _Pool(k_pages, v_pages, page_tables, layer, group, pages_per_chunk, scale, sliding_window, soft_cap, sinks, precision, v_scale)
     heads_first = q.reshape(num_tokens, num_kv_heads, heads_per_kv_head, head_dim)
     heads_first = jnp.repeat(heads_first, twin, axis=2) if twin > 1 else heads_first
     block_rows = min(PREFILL_BLOCK_ROWS, num_tokens)
@@ -193,4 +197,4 @@ def _attend(
         start = start._replace(peak=jnp.broadcast_to(of_rows, shape), total=jnp.ones(shape))
     num_chunks = jnp.max(-(-lens // chunk) - first_chunk)
     end = lax.fori_loop(0, num_chunks, step, start)
-    return end.values / jnp.where(end.total == 0, 1, end.total)[..., None]
+    return end.values / jnp.where(end.total == 0, 1, end.total)[..., None] * pool.v_scale

@@ -1,0 +1,37 @@
+"""Which GPU a program is traced for: the machine's own, or the one that an abstract mesh names when it is compiled ahead of time."""
+
+from typing import NamedTuple
+
+import jax
+
+CAPABILITY_OF_KIND = {"A100": (8, 0), "A6000": (8, 6), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0)}
+"""Compute capability by a word of the device kind, for devices that are not there to be asked."""
+
+
+class GpuTarget(NamedTuple):
+    """A GPU: its name, compute capability (major, minor), and number of multiprocessors."""
+
+    kind: str
+    capability: tuple[int, int] | None
+    num_multiprocessors: int
+
+
+def gpu_target() -> GpuTarget | None:
+    """The GPU that programs are traced for now; None: for none."""
+    planned = jax.sharding.get_abstract_mesh().abstract_device
+    if planned is not None:
+        if planned.platform != "gpu":
+            return None
+        words = planned.device_kind.split()
+        capability = next((CAPABILITY_OF_KIND[word] for word in words if word in CAPABILITY_OF_KIND), None)
+        return GpuTarget(planned.device_kind, capability, planned.num_cores)
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    major, _, minor = str(device.compute_capability).partition(".")
+    return GpuTarget(device.device_kind, (int(major), int(minor)), device.core_count)
+
+
+def platform() -> str:
+    """The platform that programs are traced for now: gpu, cpu, ..."""
+    return "gpu" if gpu_target() is not None else jax.default_backend()

@@ -1,0 +1,97 @@
+"""One kernel that weighs the float32 partial results of each (sequence, KV head) and adds the attention sinks, on Hopper."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.mosaic_tiles import NOTHING, ROWS, tile
+
+
+def combine(
+    parts: Float[Array, "blocks heads head_dim"],
+    part_lses: Float[Array, "blocks 64"],
+    pairs: Int32[Array, "rows 2"],
+    scale: Float[Array, "1"],
+    sinks: Float[Array, "kv_heads heads"] | None,
+    *,
+    num_kv_heads: int,
+    dtype: Any,
+    interpret: Any = None,
+) -> Float[Array, "rows heads head_dim"]:
+    """Weighs the partial results of each pair.
+
+    Args:
+        parts: normalized partial results of the query heads of a pair, whose number is a multiple of 8; those of one pair lie side by side.
+        part_lses: the base-2 logarithms of their weights.
+        pairs: of each pair the first of its parts and how many there are; one without any is left as it is, whatever that is.
+        scale: multiplies the result.
+        sinks: base-2 logits that take weight and give no value, by KV head (that of pair p is p modulo their number); None: without.
+        num_kv_heads: KV heads.
+        dtype: of the result.
+        interpret: parameters of the GPU interpreter.
+    """
+    has_sinks = sinks is not None
+    num_rows, head_dim = parts.shape[1:]
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+
+    def combine_parts(parts_ref: Any, lses_ref: Any, pairs_ref: Any, scale_ref: Any, *rest: Any) -> None:
+        sinks_ref, (out, o_smem, lse_smem, out_smem, full) = (rest[0], rest[1:]) if has_sinks else (None, rest)
+        pair = lax.axis_index("pair")
+        first, count = pairs_ref[pair, 0], pairs_ref[pair, 1]
+        own_rows = pl.ds(0, num_rows)
+
+        def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            values, peak, total = carry
+            plgpu.copy_gmem_to_smem(parts_ref.at[first + step], o_smem.at[own_rows], full)
+            plgpu.copy_gmem_to_smem(lses_ref.at[first + step], lse_smem, full)
+            plgpu.barrier_wait(full)
+            lse = plgpu.layout_cast(lse_smem[...], row_layout)
+            part = plgpu.layout_cast(o_smem[...], plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+            new_peak = jnp.maximum(peak, lse)
+            decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(lse - new_peak)
+            values = values * lax.broadcast_in_dim(decay, values.shape, [0]) + part * lax.broadcast_in_dim(weight, part.shape, [0])
+            return values, new_peak, total * decay + weight
+
+        @pl.when(count > 0)
+        def _() -> None:
+            if sinks_ref is None:
+                peak = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), row_layout)
+                total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), row_layout)
+            else:
+                kv_head = lax.rem(pair, jnp.int32(num_kv_heads))
+                plgpu.copy_gmem_to_smem(sinks_ref.at[kv_head], lse_smem.at[own_rows], full)
+                plgpu.barrier_arrive(full)  # the barrier expects two copies
+                plgpu.barrier_wait(full)
+                peak = plgpu.layout_cast(lse_smem[...], row_layout)
+                plgpu.commit_smem()
+                total = plgpu.layout_cast(jnp.full((ROWS,), 1, jnp.float32), row_layout)
+            start = (plgpu.layout_cast(jnp.full((ROWS, head_dim), 0, jnp.float32), plgpu.Layout.WGMMA), peak, total)
+            values, _, total = lax.fori_loop(0, count, add, start)
+            values = values * lax.broadcast_in_dim(scale_ref[0] / total, values.shape, [0])
+            out_smem[...] = values.astype(out_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem.at[own_rows], out.at[pair])
+            plgpu.wait_smem_to_gmem(0)
+
+    num_pairs = pairs.shape[0]
+    run = plgpu.kernel(
+        combine_parts,
+        out_type=jax.ShapeDtypeStruct((num_pairs, num_rows, head_dim), dtype),
+        grid=(num_pairs,),
+        grid_names=("pair",),
+        scratch_types=[
+            tile((ROWS, head_dim), jnp.float32),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            tile((ROWS, head_dim), dtype),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({"interpret": interpret} if interpret is not None else {}),
+    )
+    return run(parts, part_lses, pairs, scale, *([sinks] if has_sinks else []))
