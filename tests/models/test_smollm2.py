@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpaged.layers.rope_frequencies import make_rope_table
 from jaxpaged.step_program import LoadedModel
 from tests.models.paged_model import PagedModel, load, with_config
 from tests.smollm2_golden import Golden, read_golden
@@ -58,7 +59,10 @@ def test_o52_logits_at_near_positions_equal_golden(logits: list[np.ndarray], gol
 @pytest.mark.parametrize("key", ["theta", "other_theta"])
 def test_o52_logits_far_into_a_text_equal_golden(model: LoadedModel, golden: Golden, key: str) -> None:
     """With the file's rotary base and with the one that a config without any stands for."""
-    paged = PagedModel(with_config(model, model.config._replace(rope_theta=golden.thetas[key])), context=len(golden.far_text))
+    config = model.config
+    table = make_rope_table(None, theta=golden.thetas[key], dims=config.head_dim, max_positions=config.max_positions)
+    turned = config._replace(rope=config.rope._replace(tables=(table,)))
+    paged = PagedModel(with_config(model, turned), context=len(golden.far_text))
     sequence, rows = paged.start(golden.far_text), []
     while left := sequence.num_uncomputed_tokens:
         first = sequence.num_computed_tokens
