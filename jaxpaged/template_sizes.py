@@ -111,6 +111,11 @@ def _check_width(value: Any, width: Any = 0, *_: Any, **__: Any) -> None:
         check_size(width)
 
 
+def _check_center(value: Any, width: Any = 80, *_: Any, **__: Any) -> None:
+    text_size(value)
+    _check_width(value, width)
+
+
 def _check_indent_filter(value: Any, width: Any = 4, *_: Any, **__: Any) -> None:
     check_indent(width)
     text_size(value)
@@ -203,7 +208,7 @@ def _check_count(count: int) -> None:
 
 FILTER_CHECKS: dict[str, Callable[..., None]] = {
     "batch": _check_batch,
-    "center": _check_width,
+    "center": _check_center,
     "format": _check_format_filter,
     "indent": _check_indent_filter,
     "join": _check_join_filter,

@@ -37,6 +37,7 @@ from server.front import behind_front
 from server.http_server import HttpServer
 from server.listeners import bind_port
 from server.service import Service
+from server.serving import calm_garbage_collector
 from tests.text.vocabularies import byte_level
 
 WORD = " word"
@@ -169,6 +170,7 @@ def serve(step_s: float, num_streams: int, waits: bool, pipe: Connection) -> Non
         server = HttpServer(behind_front(create_app(service), service, ApiKeys(())), service.config.server, sockets)
         running = asyncio.create_task(server.serve())
         await server.is_listening.wait()
+        calm_garbage_collector()  # as `jaxpaged serve` does when the engine is there
         pipe.send(sockets[0].getsockname()[1])
         await word_of_client()
         before = cpu_now()
@@ -232,6 +234,7 @@ def measure(port: int, options: argparse.Namespace, server: Connection, health: 
     body: dict[str, Any] = {"max_tokens": num_tokens, "stream": True, "stream_options": {"include_usage": True}}
     body |= {"messages": [{"role": "user", "content": "x"}]} if options.chat else {"prompt": "x"}
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
+    calm_garbage_collector()  # the clients' pauses are not the server's
     poll = select.epoll()
     by_number: dict[int, Stream] = {}
     for _ in range(options.streams):

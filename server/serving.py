@@ -54,6 +54,17 @@ class Doors(NamedTuple):
     keys: ApiKeys
 
 
+def calm_garbage_collector() -> None:
+    """For a process that serves: its collections are short and seldom.
+
+    What is there now stays to the end; walked through again and again it would cost 0.3 s each time, in which nobody is answered. Young
+    objects that survive are looked at once in 250,000 allocations, for a hundred streams of events make many that live for a while.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 50, 100)
+
+
 class Serving:
     """One server process.
 
@@ -143,10 +154,7 @@ class Serving:
     def _load(self) -> None:
         try:
             engine = self._make_engine(self._service.config, [self._service.emit])
-            # What is there now stays to the end. Left to the garbage collector, it would be walked through again and again while
-            # serving: 0.3 s in which nobody is answered.
-            gc.collect()
-            gc.freeze()
+            calm_garbage_collector()
             self._service.attach(engine)
             self._is_loaded = True
         except BaseException as error:

@@ -82,7 +82,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ("", InvalidRequestError, "empty"),
     ([5] * 512, ContextLengthError, "512 tokens"),
     ([10**6], InvalidRequestError, "from 0 to 383"),
-    ({"text": "a"}, InvalidRequestError, "either 'prompt'"),
+    ({"text": "a"}, InvalidRequestError, "A prompt object holds"),
 ]
 
 
