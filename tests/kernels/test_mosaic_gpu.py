@@ -233,13 +233,15 @@ def grid() -> list[Case]:
 
 def lower(case: Case) -> str:
     with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
-        run = functools.partial(paged_attention, **options(case))
+        run = functools.partial(paged_attention, implementation="mosaic_gpu", **options(case))
         return jax.jit(run).trace(**shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_hopper_takes_the_kernel_and_it_lowers() -> None:
+def test_the_kernel_lowers_for_hopper_and_is_not_chosen_unasked() -> None:
     """Lowering runs layout inference and the check of shared memory."""
     assert lower(MIXED).count("mosaic_gpu") >= 3  # the two walks and the combination
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        assert choose(OP, None, tuple(shapes(MIXED).values()), options(MIXED)).name == "xla"
 
 
 @pytest.mark.tier("kernels")
