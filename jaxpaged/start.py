@@ -11,6 +11,7 @@ from jaxpaged.clocks import Clocks
 from jaxpaged.config import Config
 from jaxpaged.loading.sources import resolve
 from jaxpaged.sinks import FanOut
+from jaxpaged.tokenizer_files import require_tokenizer
 
 if TYPE_CHECKING:
     from jaxpaged.engine import Engine
@@ -57,6 +58,9 @@ def _start_engine(config: Config, emit: events.Sink) -> Started:
     emit(events.HealthChanged(time_s=clocks.wall(), state="starting"))
     report.phase("resolve", f"finding {config.model.model}")
     files = resolve(config.model)
+    path = files.path if files.tokenizer_path is None else files.tokenizer_path
+    if path.is_dir() and config.model.load_format != "dummy":
+        require_tokenizer(path)
     from jaxpaged.build import build_engine
 
     return Started(*build_engine(config, files, report))

@@ -22,7 +22,16 @@ class StoredTokenizer(NamedTuple):
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether there is a tokenizer that `load_folder` reads."""
-    return any((folder / name).exists() for name in ("tokenizer.json", QWEN_TIKTOKEN))
+    return any((folder / name).is_file() for name in ("tokenizer.json", QWEN_TIKTOKEN))
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raises CheckpointError where `load_folder` would find none."""
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; let transformers write one (AutoTokenizer.from_pretrained(...).save_pretrained(...)) "
+            "or pass --tokenizer FOLDER"
+        )
 
 
 def load_folder(folder: Path) -> StoredTokenizer:
@@ -37,11 +46,7 @@ def load_folder(folder: Path) -> StoredTokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file() and (folder / QWEN_TIKTOKEN).is_file():
         return _load_qwen(folder)
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json; let transformers write one (AutoTokenizer.from_pretrained(...).save_pretrained(...)) "
-            "or pass --tokenizer FOLDER"
-        )
+    require_tokenizer(folder)
     backend = parse_tokenizer(path.read_bytes(), path)
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     _add_missing_tokens(backend, config)

@@ -25,6 +25,16 @@ def completion(max_tokens: int = 4, **fields: Any) -> bytes:
     return msgspec.json.encode({"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **fields})
 
 
+@contextmanager
+def hangups_end_children() -> Iterator[None]:
+    """Tests that are run by nohup ignore SIGHUP, and processes that begin meanwhile would, too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 class ServedProcess:
     """`jaxpaged serve` in a session of its own, its output in files.
 
@@ -39,7 +49,7 @@ class ServedProcess:
         self._out, self._err = folder / "out.txt", folder / "err.txt"
         port = () if "--port" in arguments else ("--port", "0")
         kept = {name: value for name, value in os.environ.items() if not name.startswith("JAXPAGED_")}
-        with self._out.open("w") as out, self._err.open("w") as err:
+        with self._out.open("w") as out, self._err.open("w") as err, hangups_end_children():
             self.process = subprocess.Popen(
                 [*command, *port, *arguments],
                 stdin=subprocess.DEVNULL,

@@ -138,7 +138,7 @@ def import_s() -> float:
     """Processor seconds of the imports alone; a limit on the clock would hang on what else the machine does."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", "import jaxpaged.async_llm, jaxpaged.build, server.serving"], check=True, cwd=root)
+    subprocess.run([sys.executable, "-c", "import jaxpaged.async_llm, jaxpaged.build, server.serving, flax.nnx"], check=True, cwd=root)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
