@@ -216,6 +216,9 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_stop_chars: Annotated[int, _doc("characters of one stop string", ge=1, le=1024)] = 512
     max_stop_token_ids: Annotated[int, _doc("stop token ids", ge=0, le=128)] = 128
     max_logit_bias: Annotated[int, _doc("token ids in logit_bias", ge=0, le=1024)] = 1024
+    min_priority: Annotated[
+        int, _doc("least priority of a request: who is below it would go before all others", ge=-1_000_000, le=1_000_000)
+    ] = 0
     max_body_parts: Annotated[int, _doc("texts, names of fields, lists and objects in a body", ge=16, le=100_000_000)] = 65_536
     max_messages: Annotated[int, _doc("messages of a conversation", ge=1, le=1_000_000)] = 2048
     max_request_id_chars: Annotated[int, _doc("characters of x-request-id; a longer one is replaced", ge=1, le=1024)] = 128

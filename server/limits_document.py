@@ -31,6 +31,7 @@ LIMITS: Final = (
     Limit("limits.max_stop_chars", "400, `stop`"),
     Limit("limits.max_stop_token_ids", "400, `stop_token_ids`"),
     Limit("limits.max_logit_bias", "400, `logit_bias`"),
+    Limit("limits.min_priority", "400, `priority`"),
     Limit("sampling.max_logprobs", "400, `logprobs` or `top_logprobs`"),
     Limit("limits.max_request_id_chars", "replaced by an id of ours"),
     Limit("limits.max_stored_responses", "the oldest is forgotten"),

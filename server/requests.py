@@ -73,11 +73,21 @@ class Reception:
         content: Body[T] = reader.read(await request.body(), self.service.config.limits.max_body_parts)
         self._ignored.tell(request.scope["path"], content.ignored)
         headers = {IGNORED_HEADER: ",".join(content.ignored)} if content.ignored else {}
+        if "priority" in content.content.__struct_fields__:
+            check_priority(content.content.priority, self.service.config.limits)  # type: ignore[attr-defined]
         # The model's name is a field of every body.
         model = check_model(self.service, content.content.model)  # type: ignore[attr-defined]
         name = f"{prefix}{uuid.uuid4().hex}"
         record.answer_id = name if prefix else ""
         return Asked(content.content, headers, record, name, int(time.time()), model)
+
+
+def check_priority(priority: int | None, limits: LimitsConfig) -> None:
+    """Raises InvalidRequestError for one that would take the places of all others."""
+    if priority is not None and priority < limits.min_priority:
+        raise InvalidRequestError(
+            f"priority is at least {limits.min_priority} here (limits.min_priority), got {priority}", param="priority"
+        )
 
 
 def check_media_type(headers: Mapping[str, str]) -> None:

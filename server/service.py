@@ -70,13 +70,18 @@ class Service:
             ServerDrainingError: the server was told to stop.
             EngineDeadError: it has failed.
         """
+        if self.phase in (Phase.DRAINING, Phase.STOPPED) and self.progress.death is None:
+            raise ServerDrainingError("the server is about to stop and takes no new requests; ask another one, or this one a little later")
+        engine = self.open_engine()
+        engine.check_health()
+        return engine
+
+    def open_engine(self) -> EngineClient:
+        """The engine, for requests that it has already; also while the server drains. Errors but for that as `ready_engine`."""
         if self.phase is Phase.DEAD or self.progress.death is not None:
             raise EngineDeadError(f"the engine stopped: {self.reason}")
-        if self.phase in (Phase.DRAINING, Phase.STOPPED):
-            raise ServerDrainingError("the server is about to stop and takes no new requests; ask another one, or this one a little later")
         if self.phase is Phase.STARTING or self.engine is None:
             raise ServerStartingError(f"the model is not loaded yet ({self.progress.start_up.message}); try again in a few seconds")
-        self.engine.check_health()
         return self.engine
 
     def attach(self, engine: EngineClient) -> None:

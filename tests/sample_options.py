@@ -73,6 +73,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "limits.max_n": ("8", 8),
     "limits.max_prompts": ("16", 16),
     "limits.max_answers": ("32", 32),
+    "limits.min_priority": ("-5", -5),
     "limits.max_stop": ("4", 4),
     "limits.max_stop_chars": ("64", 64),
     "limits.max_stop_token_ids": ("4", 4),

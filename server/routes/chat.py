@@ -67,7 +67,7 @@ async def chat_job(asked: Asked[ChatRequest], engine: EngineClient, reception: R
     check_limits(body, 1, limits)
     check_logprobs("top_logprobs", body.top_logprobs, reception.service.config)
     check_prompt_logprobs(body, reception.service.config)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

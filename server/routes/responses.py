@@ -73,7 +73,7 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
         body = asked.body
         has_logprobs = check_include(body)
         check_logprobs("top_logprobs", body.top_logprobs, service.config)
-        before = store.get(body.previous_response_id, param="previous_response_id").conversation if body.previous_response_id else []
+        before = _conversation_of(store, body.previous_response_id) if body.previous_response_id else []
         items, new = read_input(body.input)
         stored = StoredResponse(_begun(asked), items, [*before, *new])
         check_messages(stored.messages, service.config.limits)
@@ -83,7 +83,11 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
         answer = ResponseAnswer(asked, job, stored, engine, has_logprobs=has_logprobs)
 
         def keep() -> None:
-            if store.has(stored):
+            if not store.has(stored):
+                return
+            if stored.response.status == "in_progress":  # the client left, or it failed: it will not be done any more
+                store.remove(stored.response.id)
+            else:
                 store.put(stored)
 
         try:
@@ -116,8 +120,9 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
         stored = store.get(response_id)
         if stored.response.status != "in_progress":
             raise InvalidRequestError(f"The response is {stored.response.status} and cannot be cancelled any more", param="response_id")
+        engine = service.open_engine()
         stored.cancel()
-        service.ready_engine().abort(request_name(response_id, 0))
+        engine.abort(request_name(response_id, 0))
         return json_response(stored.response)
 
     @get("/v1/responses/{response_id:str}/input_items", opt={"operation": ITEMS}, name="list_input_items")
@@ -125,6 +130,16 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
         return json_response(page_of(store.get(id_in(request)).items, request.query_params))
 
     return [create_response, retrieve_response, delete_response, cancel_response, list_input_items]
+
+
+def _conversation_of(store: ResponseStore, response_id: str) -> list[Any]:
+    """What a response ended with. Raises InvalidRequestError for one that has no end, or none to go on from."""
+    before = store.get(response_id, param="previous_response_id")
+    if before.response.status not in ("completed", "incomplete"):
+        raise InvalidRequestError(
+            f"The response {response_id} is {before.response.status}: there is no answer to go on from", param="previous_response_id"
+        )
+    return before.conversation
 
 
 def id_in(request: Request[Any, Any, Any]) -> str:

@@ -92,7 +92,7 @@ BOTH: dict[str, list[tuple[Any, int]]] = {
     "stream_options": [({}, OK), ({"include_usage": True}, OK), ({"include_usage": 1}, BAD), ([], BAD), ("x", BAD), (None, OK)],
     "stream_interval": [(0, BAD), (-1, BAD), (3, OK), *NO_INTEGER],
     "truncate_prompt_tokens": [(0, BAD), (-2, BAD), (-1, OK), (3, OK), *NO_INTEGER],
-    "priority": [(-(10**6), OK), (10**6, OK), (10**6 + 1, BAD), *NO_INTEGER],
+    "priority": [(0, OK), (-1, BAD), (-(10**6), BAD), (10**6, OK), (10**6 + 1, BAD), *NO_INTEGER],
     "cache_salt": [("", BAD), ("s", OK), ("s" * 128, OK), ("s" * 129, BAD), (1, BAD), (None, OK)],
     "user": [("", OK), ("u" * 10_000, OK), (7, OK), (None, OK)],
     "best_of": [(1, OK), (2, BAD), (0, BAD), (True, BAD), (None, OK)],
@@ -157,7 +157,7 @@ ONLY_TEXT: dict[str, list[tuple[Any, int]]] = {
 
 ONLY_CHAT: dict[str, list[tuple[Any, int]]] = {
     "logprobs": [(True, OK), ("1", BAD), (1, BAD), (None, OK)],
-    "top_logprobs": [(1, BAD), (None, OK), ("1", BAD), (-1, BAD)],
+    "top_logprobs": [(1, BAD), (0, OK), (None, OK), ("1", BAD), (-1, BAD)],
     "max_completion_tokens": [(4, OK), (5, BAD), (0, BAD), (-1, BAD), (500, BAD), ("4", BAD), (None, OK)],
     "tools": [([], OK), (None, OK), ([{"type": "function"}], BAD), ({}, OK), ("x", BAD)],
     "tool_choice": [("none", OK), ("auto", OK), ("required", BAD), ({"type": "function"}, BAD), (None, OK)],

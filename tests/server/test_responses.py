@@ -162,6 +162,8 @@ def test_a_stream_is_cancelled_by_another_call(chat_tokenizer: Tokenizer) -> Non
         (request_id,) = server.engine._engine.unfinished_ids
         response_id = request_id.removesuffix("-0")
         assert server.get(f"{PATH}/{response_id}").json["status"] == "in_progress"
+        early = ask(server, "more", previous_response_id=response_id)
+        assert (early.status, early.error["param"]) == (400, "previous_response_id")
         cancelled = server.post(f"{PATH}/{response_id}/cancel", None)
         assert (cancelled.status, cancelled.json["status"]) == (200, "cancelled")
         content = b""
@@ -192,9 +194,13 @@ def test_a_client_that_leaves_takes_its_response_with_it(chat_tokenizer: Tokeniz
         for is_streamed in (False, True):
             connection = server.open(PATH, {"input": "long", "max_output_tokens": 400, "stream": is_streamed})
             wait_until(lambda: server.engine._engine.scheduler.num_running == 1)
+            (request_id,) = server.engine._engine.unfinished_ids
+            path = f"{PATH}/{request_id.removesuffix('-0')}"
+            assert server.get(path).json["status"] == "in_progress"
             connection.close()
             server.left()
             wait_until(lambda: not server.engine._engine.has_work)
+            wait_until(lambda gone=path: server.get(gone).status == 404)  # type: ignore[misc]
 
 
 def test_a_failure_is_the_last_event(chat_tokenizer: Tokenizer) -> None:
