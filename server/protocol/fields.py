@@ -130,6 +130,9 @@ COMPLETIONS: Final = (
     *_idle("store"),
     *_refused("suffix", "no model here fills in the middle", ""),
     *_refused("prompt_embeds", "not served"),
+    *_refused("tools functions", "completions have no tools"),
+    *_refused("tool_choice function_call", "completions have no tools", "none", "auto"),
+    *_refused("reasoning_effort", "reasoning is not served yet", "none"),
     *_LATER,
 )
 
@@ -138,6 +141,10 @@ EMBEDDINGS: Final = (
     *_own("priority", "lower goes first"),
     *_idle("user request_id"),
     *_refused("dimensions", "vectors have the model's own width"),
+    *_refused("normalize", "vectors have length 1", True),
+    *_refused("add_special_tokens", "inputs are tokenized as prompts are", True),
+    *_refused("embed_dtype", "numbers are float32", "float32"),
+    *_refused("endianness", "numbers are little endian", "native", "little"),
     *_own("truncate_prompt_tokens", "keep the last so many tokens of the input; -1: as many as fit"),
 )
 
@@ -151,9 +158,22 @@ RESPONSES: Final = (
     *_refused("tools", "tools are not served yet"),
     *_refused("tool_choice", "tools are not served yet", "none", "auto"),
     *_refused(
-        "text", "structured output is not served yet", {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}
+        "text",
+        "structured output is not served yet",
+        {"format": {"type": "text"}},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+        {"verbosity": "medium"},
     ),
-    *_refused("reasoning", "reasoning is not served yet", {"effort": "none"}),
+    *_refused("response_format", "structured output is not served yet", {"type": "text"}),
+    *_refused("structured_outputs", "structured output is not served yet"),
+    *_refused("guided_json guided_regex guided_choice guided_grammar", "not served"),
+    *_refused("reasoning", "reasoning is not served yet", {"effort": "none"}, {"effort": None, "summary": None}),
+    *_refused("reasoning_effort", "reasoning is not served yet", "none"),
+    *_refused("thinking_token_budget", "reasoning is not served yet"),
+    *_refused("stop seed logit_bias", "not a field of responses: /v1/chat/completions takes it"),
+    *_refused("presence_penalty frequency_penalty", "not a field of responses: /v1/chat/completions takes it", 0, 0.0),
+    *_refused("repetition_penalty", "not a field of responses: /v1/chat/completions takes it", 1, 1.0),
+    *_refused("chat_template_kwargs", "not a field of responses: /v1/chat/completions takes it"),
     *_refused("truncation", "what does not fit is refused", "disabled"),
     *_refused("prompt conversation context_management moderation", "not served"),
 )
