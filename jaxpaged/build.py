@@ -11,11 +11,12 @@ from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
 from jaxpaged.host_limits import available_cpus
-from jaxpaged.intake import Intake
+from jaxpaged.intake import Intake, default_params_of
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.cache_folder import cache_home
+from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
@@ -29,6 +30,9 @@ from jaxpaged.start import StartReport
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.traced_programs import TracedPrograms
 
+MAX_KEPT_PROGRAM_BYTES = 2**30
+"""Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
+
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
     """A ready engine and its door; nothing is left behind when it fails.
@@ -40,10 +44,15 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     is_gpu = jax.default_backend() == "gpu"
     num_threads = config.cpu.threads or available_cpus()
     programs_folder = _programs_folder(config)
+    if programs_folder is not None and config.compilation.cache_dir is None:
+        # Our own folder only: one that the user names may hold what is not ours.
+        bound_folder(programs_folder, MAX_KEPT_PROGRAM_BYTES)
     use_persistent_cache(programs_folder)
     phase("load", f"loading {files.name}")
     source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
     facts, description = source.described.facts, source.described.description
+    generation_config = description.generation_config if config.model.generation_config == "auto" else {}
+    default_params_of(generation_config)  # a bad file is refused before the weights are read
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
     if description.is_encoder:
         refuse_other_pooling(files.path)
@@ -92,7 +101,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         )
     intake = Intake(
         tokenizer,
-        generation_config=description.generation_config if config.model.generation_config == "auto" else {},
+        generation_config=generation_config,
         eos_token_ids=eos_token_ids,
         vocab=facts.vocab,
         seed=secrets.randbits(63) if config.model.seed is None else config.model.seed,

@@ -12,10 +12,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpaged.batch import BatchLayout
-from jaxpaged.loading.disk import bound_folder, make_private_folder
+from jaxpaged.loading.disk import make_private_folder
 
-MAX_KEPT_BYTES = 2**30
-"""Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
@@ -32,13 +30,10 @@ class Compiled(NamedTuple):
 def use_persistent_cache(folder: Path | None) -> None:
     """Points JAX's compilation cache of this process at `folder` (None switches it off); keeps programs however small or quick.
 
-    A folder that cannot be made or written does not stop anything: the programs are then compiled each time. Of more than
-    `MAX_KEPT_BYTES` the oldest are removed.
+    A folder that cannot be made or written does not stop anything: the programs are then compiled each time.
     """
     if folder is not None and not make_private_folder(folder):
         folder = None
-    if folder is not None:
-        bound_folder(folder, MAX_KEPT_BYTES)
     # JAX settles on a folder at its first compilation; this makes it look again.
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))

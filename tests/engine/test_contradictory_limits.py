@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from jaxpaged import LLM, build, cli
-from jaxpaged.errors import ConfigError, JaxpagedError, MemoryBudgetError
+from jaxpaged.errors import CheckpointError, ConfigError, JaxpagedError, MemoryBudgetError
 from tests.tiny_engine import start_tiny
+from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.jax
 
@@ -34,6 +35,16 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("read_ahead", "load"):
         monkeypatch.setattr(build.ModelSource, name, read_no_weights)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_sampling_values_of_the_model_that_make_no_sense_are_refused_before_weights_are_read(tmp_path: Path, programs: Path) -> None:
+    folder = tmp_path / "model"
+    write_tiny_llama(folder, generation_config={"temperature": -1})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature must be between 0 and 1e\+06, got -1"):
+        start_tiny(folder, programs=programs)
+    with pytest.raises(AssertionError, match="weights were read"):
+        start_tiny(folder, programs=programs, generation_config="neutral")
 
 
 @pytest.mark.usefixtures("no_weights")

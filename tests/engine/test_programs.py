@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpaged.config import CompilationConfig, Config, ModelConfig
+from jaxpaged.errors import ConfigError
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.programs import CompilationWatch, use_persistent_cache
+from jaxpaged.start import start_engine
 from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax
@@ -28,18 +31,31 @@ def test_programs_are_kept_in_the_folder(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "programs").iterdir())
 
 
-def test_the_oldest_programs_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpaged.programs.MAX_KEPT_BYTES", 250)
-    (tmp_path / "traced").mkdir()
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_oldest_programs_go_when_there_are_too_many(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    """In our own folder; what lies in a folder that the user named is not ours to remove."""
+    folder = tmp_path / "home" / "programs"
+    monkeypatch.setenv("JAXPAGED_HOME", str(folder.parent))
+    monkeypatch.setattr("jaxpaged.build.MAX_KEPT_PROGRAM_BYTES", 250)
+
+    def enough(*_: object, **__: object) -> None:
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("jaxpaged.build.ModelSource", enough)
+    (folder / "traced").mkdir(parents=True)
     names = ["oldest", "traced/older", "newer", "traced/newest"]
     for age, name in enumerate(names):
-        (tmp_path / name).write_bytes(b"x" * 100)
-        os.utime(tmp_path / name, (age, age))
-    (tmp_path / "link").symlink_to(tmp_path.parent)
-    use_persistent_cache(tmp_path)
-    assert [name for name in names if (tmp_path / name).exists()] == ["newer", "traced/newest"]
-    use_persistent_cache(tmp_path)
-    assert [name for name in names if (tmp_path / name).exists()] == ["newer", "traced/newest"]
+        (folder / name).write_bytes(b"x" * 100)
+        os.utime(folder / name, (age, age))
+    (folder / "link").symlink_to(tmp_path)
+    config = Config(model=ModelConfig(model=str(tiny_folder)), compilation=CompilationConfig(cache_dir=None if is_own else str(folder)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="enough"):
+            start_engine(config, [])
+        assert [name for name in names if (folder / name).exists()] == (["newer", "traced/newest"] if is_own else names)
+    assert (folder / "link").is_symlink()
 
 
 def test_a_folder_that_cannot_be_made_stops_nothing_and_warns_of_nothing(tmp_path: Path) -> None:
