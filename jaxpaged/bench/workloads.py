@@ -20,7 +20,10 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.options import nearest
 
 DEFAULT_VOCAB_SIZE = 49_152
-"""SmolLM2's, for whoever cannot know the server's."""
+"""SmolLM2's."""
+
+SERVED_VOCAB_SIZE = 32_000
+"""Of a server whose vocabulary is not known: nearly every model has these ids."""
 
 FIRST_ID = 3
 """Lower ids are special tokens in most vocabularies."""

@@ -24,6 +24,7 @@ KINDS = ("throughput", "latency", "startup", "serve", "static")
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_WORKLOAD = {"throughput": "mixed16", "serve": "mixed16", "latency": "b1"}
 MAX_SHOWN_ERRORS = 5
+MIN_VOCAB_SIZE = 16
 
 FLAGS = {
     "workload": ("throughput", "latency", "serve"),
@@ -35,6 +36,7 @@ FLAGS = {
     "request_rate": ("throughput", "serve", "static"),
     "burstiness": ("throughput", "serve"),
     "max_concurrency": ("serve",),
+    "vocab_size": ("serve",),
     "num_warmups": ("throughput", "latency", "serve"),
     "num_iters": ("latency", "startup"),
     "num_iters_cold": ("startup",),
@@ -73,6 +75,7 @@ def add_arguments(parser: Parser) -> None:
     told.add_argument("--output-json", "--save-result", metavar="FILE", help="also write the JSON line to this file")
     asked = parser.add_argument_group("requests of serve")
     asked.add_argument("--endpoint", choices=("completions", "chat"), help="completions send token ids, chat about as many words")
+    asked.add_argument("--vocab-size", type=integer, metavar="N", help="token ids are under this (default: 32000)")
     asked.add_argument("--api-key", metavar="KEY", help="key of the server (also JAXPAGED_API_KEY, OPENAI_API_KEY)")
     asked.add_argument("--extra-body", metavar="JSON", help="fields for the body of every request")
     asked.add_argument("--stop-at-eos", action="store_true", default=None, help="answers may end early: ignore_eos is not sent")
@@ -103,6 +106,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "random_input_len", "random_output_len", "max_concurrency", "num_iters", "static_batch"):
         if vars(args)[name] is not None and vars(args)[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {vars(args)[name]}")
+    if args.vocab_size is not None and args.vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size must be at least {MIN_VOCAB_SIZE}, got {args.vocab_size}")
     for name in ("num_warmups", "num_iters_cold"):
         if vars(args)[name] is not None and vars(args)[name] < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {vars(args)[name]}")
@@ -271,18 +276,17 @@ def _serve(args: argparse.Namespace, make: MakeEngine) -> Measured:
 
     from jaxpaged.bench import http_load
     from jaxpaged.bench.outcomes import read_goals
-    from jaxpaged.bench.workloads import DEFAULT_VOCAB_SIZE, Job
+    from jaxpaged.bench.workloads import SERVED_VOCAB_SIZE, Job
 
     _percentiles(args), read_goals(args.goodput or ())
     url = (args.url or DEFAULT_URL).rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         url = f"http://{url}"
     key = args.api_key or os.environ.get("JAXPAGED_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    jobs = _jobs(args, DEFAULT_VOCAB_SIZE)
+    extra_body = _extra_body(args.extra_body)
+    jobs = _jobs(args, args.vocab_size or SERVED_VOCAB_SIZE)
     model = args.overrides["model.model"][1] if "model.model" in args.overrides else http_load.find_model(url, key)
-    target = http_load.Target(
-        url, model, key, args.endpoint or "completions", ignore_eos=not args.stop_at_eos, extra_body=_extra_body(args.extra_body)
-    )
+    target = http_load.Target(url, model, key, args.endpoint or "completions", ignore_eos=not args.stop_at_eos, extra_body=extra_body)
     for index in range(1 if args.num_warmups is None else args.num_warmups):
         (outcome,) = http_load.run(target, [Job(f"warm-up {index}", jobs[0].prompt, jobs[0].num_output)])
         if outcome.error:
