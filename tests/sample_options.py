@@ -72,6 +72,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "server.watchdog_s": ("3", 3.0),
     "limits.max_n": ("8", 8),
     "limits.max_prompts": ("16", 16),
+    "limits.max_inputs": ("32", 32),
     "limits.max_answers": ("32", 32),
     "limits.min_priority": ("-5", -5),
     "limits.max_stop": ("4", 4),

@@ -43,6 +43,7 @@ HOST_MODULES = (
     "jaxpaged.output",
     "jaxpaged.page_manager",
     "jaxpaged.progress_bar",
+    "jaxpaged.queue_group",
     "jaxpaged.request",
     "jaxpaged.request_streams",
     "jaxpaged.scheduler",
