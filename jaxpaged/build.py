@@ -12,6 +12,7 @@ from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake, default_params_of
+from jaxpaged.kernel_choice import asked_kernels, check_attention
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
@@ -58,6 +59,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         refuse_other_pooling(files.path)
         _check_whole_prompts(limits)
     _check_pool(config, facts, limits)
+    kernels = asked_kernels(config.kernels)
+    check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     source.read_ahead()
     tokenizer = Tokenizer.from_files(
         files,
@@ -94,6 +97,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             max_parallel=config.compilation.max_parallel or num_threads,
             logprobs_mode=config.sampling.logprobs_mode,
             traced=TracedPrograms(programs_folder and programs_folder / "traced"),
+            kernels=kernels,
             load_again=source.load,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
@@ -120,6 +124,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         sink=emit,
         clocks=clocks,
     )
+    told = runner.told_kernels
     emit(
         events.EngineStarted(
             time_s=clocks.wall(),
@@ -135,6 +140,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
             platform=jax.default_backend(),
+            attention=told.attention,
+            kernels=told.kernels,
+            kernels_refused=told.refused,
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))

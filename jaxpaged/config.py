@@ -137,6 +137,17 @@ class CompilationConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fiel
     enforce_eager: Annotated[bool, _doc("refused: every step is a compiled program")] = False
 
 
+class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which implementation of each op of pallas_kernels runs; docs/kernels.md says what each takes."""
+
+    paged_attention: Annotated[
+        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of attention over the page pool; none: the best for model and device")
+    ] = None
+    grouped_matmul: Annotated[
+        Literal["reference", "xla"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+    ] = None
+
+
 class ParallelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model is spread over devices."""
 
@@ -286,6 +297,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
+    kernels: KernelsConfig = KernelsConfig()
     parallel: ParallelConfig = ParallelConfig()
     cpu: CpuConfig = CpuConfig()
     sampling: SamplingConfig = SamplingConfig()

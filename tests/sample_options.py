@@ -37,6 +37,8 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "compilation.cache_dir": ("", ""),
     "compilation.max_parallel": ("2", 2),
     "compilation.enforce_eager": ("0", False),
+    "kernels.paged_attention": ("reference", "reference"),
+    "kernels.grouped_matmul": ("xla", "xla"),
     "model.quantization": ("none", None),
     "parallel.tensor_parallel_size": ("1", 1),
     "cpu.threads": ("3", 3),
