@@ -151,7 +151,10 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ParallelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model is spread over devices."""
 
-    tensor_parallel_size: Annotated[int, _doc("devices per model replica; only 1 so far", ge=1)] = 1
+    tensor_parallel_size: Annotated[
+        int, _doc("devices that share every layer of one copy of the model; a divisor of its heads", ge=1, le=4096)
+    ] = 1
+    mesh: Annotated[str | None, _doc("YAML file with the mesh: its axes and what of the model lies on them; docs/meshes.md")] = None
 
 
 class CpuConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -105,7 +105,8 @@ class ModelRunner:
         self._model, self._embed = model, model.facts.embed
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
-        self.cache_shape = cache_shape(model.facts, cache)
+        self._replica = model.replica
+        self.cache_shape = cache_shape(model.facts, cache, num_parts=model.replica.shape.pool_parts if model.replica else 1)
         self._step = StepProgram(
             model,
             self.cache_shape,
@@ -116,7 +117,7 @@ class ModelRunner:
         )
         self.kv_groups = lay_out(model.facts.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
-        device = device_memory(jax.devices()[0])
+        device = device_memory(model.replica.devices if model.replica else jax.devices()[:1])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)
         self.num_pages = 2
         scratch = 0
@@ -155,7 +156,7 @@ class ModelRunner:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the page pool."""
+        """Bytes of the page pool on one device."""
         return self.num_pages * self.cache_shape.page_bytes
 
     @property
@@ -251,9 +252,12 @@ class ModelRunner:
 
     def _new_state(self) -> DeviceState:
         num_slots = self.limits.max_num_seqs
-        slots = SlotRows(jnp.zeros((num_slots, self.vocab), jnp.int32), jnp.zeros((num_slots, self.vocab), jnp.float32))
-        pooled = jnp.zeros((num_slots, self._embed), jnp.float32)
-        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots, pooled)
+        whole, pool = (self._replica.whole, self._replica.pool) if self._replica else (None, None)
+        counts = jnp.zeros((num_slots, self.vocab), jnp.int32, device=whole)
+        bias = jnp.zeros((num_slots, self.vocab), jnp.float32, device=whole)
+        pooled = jnp.zeros((num_slots, self._embed), jnp.float32, device=whole)
+        last_ids = jnp.zeros(num_slots, jnp.int32, device=whole)
+        return DeviceState(make_cache(self.cache_shape, self.num_pages, pool), last_ids, SlotRows(counts, bias), pooled)
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(
@@ -271,9 +275,11 @@ class ModelRunner:
             return SlotRows(slots.counts.at[slot].set(counts, mode="drop"), slots.bias.at[slot].set(bias, mode="drop"))
 
         assert self._state is not None
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._state.slots)
-        counts, bias = (jax.ShapeDtypeStruct((self.vocab,), dtype) for dtype in (jnp.int32, jnp.float32))
-        return jax.jit(write, donate_argnums=0).lower(shapes, jax.ShapeDtypeStruct((), jnp.int32), counts, bias).compile()
+        whole = self._replica and self._replica.whole
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), self._state.slots)
+        counts, bias = (jax.ShapeDtypeStruct((self.vocab,), dtype, sharding=whole) for dtype in (jnp.int32, jnp.float32))
+        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        return jax.jit(write, donate_argnums=0).lower(shapes, slot, counts, bias).compile()
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""

@@ -75,6 +75,17 @@ class TracedPrograms:
         self.choices |= traced.choices
         return jax.jit(traced.program.call, donate_argnums=donate).lower(*args)
 
+    def lower_unkept(self, run: Any, args: tuple[Any, ...], *, kernels: Mapping[str, str] = MappingProxyType({})) -> jax.stages.Lowered:
+        """Lowers a jitted function that no file can hold, such as one over several devices.
+
+        Raises:
+            UnsupportedKernelError: an op does not take what is asked for.
+        """
+        with selecting(kernels) as choices:
+            lowered: jax.stages.Lowered = run.lower(*args)
+        self.choices |= frozenset(choices)
+        return lowered
+
 
 def _file_name(fixed: str, args: tuple[Any, ...], donate: int) -> str:
     shapes, treedef = jax.tree.flatten(args)
