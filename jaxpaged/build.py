@@ -10,6 +10,7 @@ from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
+from jaxpaged.fit_check import FitCheck, room_here
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake, default_params_of
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
@@ -58,6 +59,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         refuse_other_pooling(files.path)
         _check_whole_prompts(limits)
     _check_pool(config, facts, limits)
+    room = room_here()
+    if room is not None:
+        FitCheck(config, description, room).require()
     source.read_ahead()
     tokenizer = Tokenizer.from_files(
         files,
