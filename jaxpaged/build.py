@@ -11,6 +11,7 @@ from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
+from jaxpaged.fit_check import FitCheck, room_here
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake, default_params_of
 from jaxpaged.kernel_choice import asked_kernels, check_attention
@@ -71,6 +72,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     _check_pool(config, facts, limits, replica)
     kernels = asked_kernels(config.kernels)
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
+    room = room_here()
+    if room is not None:
+        FitCheck(config, description, room).require()
     source.read_ahead()
     tokenizer = Tokenizer.from_files(
         files,

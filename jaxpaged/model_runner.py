@@ -62,6 +62,11 @@ SLOT_BYTES_PER_TOKEN = 8
 """Of the vocabulary, for each slot: a count and a bias."""
 
 
+def slot_bytes(num_slots: int, vocab: int, embed: int) -> int:
+    """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
+    return num_slots * (4 + SLOT_BYTES_PER_TOKEN * vocab + 4 * embed)
+
+
 class ModelRunner:
     """Owns the weights, the page pool and the programs. Only the engine's thread calls `run`."""
 
@@ -161,8 +166,8 @@ class ModelRunner:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
-        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab + 4 * self._embed)
+        """Bytes of what the device keeps of all slots."""
+        return slot_bytes(self.limits.max_num_seqs, self.vocab, self._embed)
 
     @property
     def told_kernels(self) -> ToldChoices:

@@ -20,6 +20,7 @@ COMMANDS = (
     Command(name="run-batch", module="run_batch", summary="answer a file of requests in OpenAI's batch format"),
     Command(name="generate", module="generate", summary="complete one or many prompts"),
     Command(name="chat", module="chat", summary="talk with a model in the terminal", aliases=("run",)),
+    Command(name="plan", module="plan", summary="say how a model fits in memory, from its config alone"),
     Command(name="pull", module="pull", summary="fetch a model into the cache folder"),
     Command(name="ls", module="list_models", summary="list the models that are known and pulled"),
     Command(name="rm", module="remove", summary="remove pulled models"),
