@@ -13,6 +13,7 @@ from jaxpaged.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxpaged.embeddings import EmbeddingRequestOutput
+    from jaxpaged.pool_map import PoolCopy
     from jaxpaged.scoring import ContinuationScore
 
 
@@ -115,6 +116,13 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
     def get_tokenizer(self) -> Tokenizer: ...
+
+
+@runtime_checkable
+class WatchedEngine(Protocol):
+    """What the live page asks of an engine beyond its events."""
+
+    async def pool_copy(self) -> "PoolCopy": ...
 
 
 @runtime_checkable

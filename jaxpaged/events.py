@@ -221,6 +221,16 @@ class HttpAnswered(_Event):
     num_merged: int = 0
 
 
+class RequestTraced(_Event):
+    """A client has said which span of its own trace an answer belongs to; told only where traces are sent.
+
+    `answer_id` as in `HttpAnswered`, `parent` as in the header `traceparent` of W3C, version 00.
+    """
+
+    answer_id: str
+    parent: str
+
+
 class HealthChanged(_Event):
     """The engine's health moved: starting, ready, draining, paused, sleeping, dead."""
 
@@ -256,6 +266,7 @@ Event = (
     | StepFinished
     | LoadChanged
     | HttpAnswered
+    | RequestTraced
     | HealthChanged
     | SinkDropped
     | EngineStopped

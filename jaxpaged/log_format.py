@@ -252,6 +252,8 @@ def _plain_text(event: Event) -> tuple[Level, str]:
             # Who asks a server that starts whether it is ready asks often.
             is_said = event.end or (event.status >= 400 and event.status != 503)
             return (Level.INFO if is_said else Level.DEBUG), _answered_text(event)
+        case events.RequestTraced():
+            return Level.DEBUG, f"answer {clean(event.answer_id, MAX_ID_CHARS)} belongs to the trace {clean(event.parent, 64)}"
         case events.LoadChanged():
             return Level.DEBUG, (
                 f"running {event.num_running}, waiting {event.num_waiting}; "
