@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.api import open_own_sinks, settle_config
@@ -21,6 +22,7 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.profiler import Profiler
 from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
 from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
@@ -55,6 +57,7 @@ class AsyncLLM:
             self._close_sinks()
             raise
         self._thread = EngineThread(self._engine)
+        self._profiler = Profiler()
         self._is_closed = False
         self._close_lock = threading.Lock()
         self._tokenizer_pool = concurrent.futures.ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "jaxpaged-tokenizer")
@@ -235,6 +238,14 @@ class AsyncLLM:
         """Whether `sleep` was called and `wake_up` has not ended it."""
         return await self._thread.call(lambda engine: engine.control.is_sleeping)
 
+    async def start_profile(self, folder: Path) -> None:
+        """Begins a trace by JAX's profiler; see `Profiler.start`."""
+        await asyncio.to_thread(self._profiler.start, folder)
+
+    async def stop_profile(self) -> None:
+        """Writes the trace; see `Profiler.stop`."""
+        await asyncio.to_thread(self._profiler.stop)
+
     pause_generation, resume_generation = pause, resume
     """vLLM's names."""
 
@@ -259,6 +270,7 @@ class AsyncLLM:
             if not self._is_closed:
                 self._thread.close()
                 self._tokenizer_pool.shutdown(wait=True)
+                self._profiler.close()
                 self._close_sinks()
                 self._is_closed = True
 

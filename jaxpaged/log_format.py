@@ -248,9 +248,7 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 level = Level.INFO
             return level, f"health: {clean(event.state, 32)}{': ' + clean(event.message) if event.message else ''}"
         case events.HttpAnswered():
-            # Who asks a server that starts whether it is ready asks often.
-            is_said = event.end or (event.status >= 400 and event.status != 503)
-            return (Level.INFO if is_said else Level.DEBUG), _answered_text(event)
+            return (Level.DEBUG if event.is_routine else Level.INFO), _answered_text(event)
         case events.LoadChanged():
             return Level.DEBUG, (
                 f"running {event.num_running}, waiting {event.num_waiting}; "
@@ -291,7 +289,8 @@ def _answered_text(event: events.HttpAnswered) -> str:
         parts.append(f"answer {clean_id(event.answer_id)}")
     if event.body:
         parts.append(f"body {clean(event.body)}")
-    what = f"{clean(event.method, 16)} {clean(event.path, MAX_ID_CHARS) or '(no such path)'}"
+    path = clean(event.path, MAX_ID_CHARS) or ("(no such path)" if event.status in (404, 405) else "(not looked up)")
+    what = f"{clean(event.method, 16)} {path}" if event.method else "(no request)"
     return f"request {clean_id(event.request_id)} {what} {event.status or 'left'}{f' ({ends})' if ends else ''}: {', '.join(parts)}"
 
 

@@ -44,7 +44,9 @@ def is_at_rest(server: DoorServer) -> bool:
 
 
 QUICK = Config(
-    server=ServerConfig(send_buffer=4 * KIB, slow_client_timeout_s=0.5, header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5),
+    server=ServerConfig(
+        send_buffer=4 * KIB, max_unsent=4 * KIB, slow_client_timeout_s=0.5, header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5
+    ),
 )
 
 
