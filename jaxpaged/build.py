@@ -33,6 +33,9 @@ from jaxpaged.traced_programs import TracedPrograms
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
 
+LOAD_PARTS = 3
+"""What the model is, its tokenizer, its weights."""
+
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
     """A ready engine and its door; nothing is left behind when it fails.
@@ -48,7 +51,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         # Our own folder only: one that the user names may hold what is not ours.
         bound_folder(programs_folder, MAX_KEPT_PROGRAM_BYTES)
     use_persistent_cache(programs_folder)
-    phase("load", f"loading {files.name}")
+    phase("load", f"loading {files.name}", 0, LOAD_PARTS)
     source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
     facts, description = source.described.facts, source.described.description
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
@@ -59,6 +62,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         _check_whole_prompts(limits)
     _check_pool(config, facts, limits)
     source.read_ahead()
+    phase("load", f"loading the tokenizer of {files.name}", 1, LOAD_PARTS)
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,
@@ -68,6 +72,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    phase("load", f"loading the weights of {files.name}", 2, LOAD_PARTS)
     with memory_budget():
         model = source.load()
     num_programs = len(limits.token_buckets)
@@ -97,6 +102,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             load_again=source.load,
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
+            on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
         )
     intake = Intake(

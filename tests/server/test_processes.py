@@ -234,7 +234,9 @@ def test_a_real_model_from_the_command_line(tmp_path: Path, pytestconfig: pytest
     with served_process(tmp_path, *options, *small, *programs, command=command, PYTHONPATH=str(ROOT)) as served:
         served.wait_ready()
         assert re.search(
-            r"^tiny: ready in [0-9.]+ s \(resolve [0-9.]+, load [0-9.]+, pool [0-9.]+, compile [0-9.]+\)$", served.out, re.MULTILINE
+            r"^tiny: ready in [0-9.]+ s \(find [0-9.]+, load [0-9.]+, pool [0-9.]+, compile [0-9.]+, warm up [0-9.]+\)$",
+            served.out,
+            re.MULTILINE,
         )
         assert re.search(r"^  page pool +[0-9.]+ MiB$", served.out, re.MULTILINE)
         first, again = (served.ask("POST", "/v1/completions", completion(8, model="tiny")) for _ in range(2))
