@@ -256,7 +256,7 @@ def test_a_real_model_from_the_command_line(tmp_path: Path, pytestconfig: pytest
         (("--model", "/no/such/model"), "no/such/model"),
         (("--model", "org/name", "--offline"), "org/name"),
         (("--port", "70000"), "server.port must be an integer from 0 to 65535"),
-        (("--tensor-parallel-size", "3"), "tensor_parallel_size 3 is not served yet"),
+        (("--tensor-parallel-size", "0"), "parallel.tensor_parallel_size must be an integer from 1 to 4096"),
         (("--ssl-certfile", "/no/cert.pem"), "cannot read ssl_certfile /no/cert.pem"),
         (("--server.api-key-file", "/no/keys"), "cannot read the key file /no/keys"),
         (("--host", "no.such.host.invalid"), "the name is not known"),
