@@ -151,7 +151,9 @@ def convert_weights(
     family, config, _, _, expected = described.structure()
     if isinstance(checkpoint, DummyCheckpoint):
         return draw(expected, seed)
-    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads, on_tensor=on_tensor)
+    return fill(
+        checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads, on_tensor=on_tensor
+    )
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:

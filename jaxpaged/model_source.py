@@ -71,9 +71,7 @@ class ModelSource:
         arrays = self._map_kept() if ahead is None else ahead.result()
         if arrays is None:
             with open_checkpoint(self._files, load_format=self._load_format) as checkpoint:
-                arrays = convert_weights(
-                    checkpoint, self.described, num_threads=self._num_threads, seed=self._seed, on_tensor=on_tensor
-                )
+                arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads, seed=self._seed, on_tensor=on_tensor)
             self._kept.keep_weights(arrays, self._weight_options)
         return to_device(self.described, arrays, replica)
 
