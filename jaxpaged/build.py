@@ -40,6 +40,9 @@ from jaxpaged.traced_programs import TracedPrograms
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
 
+LOAD_PARTS = 3
+"""What the model is, its tokenizer, its weights."""
+
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
     """A ready engine and its door; nothing is left behind when it fails.
@@ -56,7 +59,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         # Our own folder only: one that the user names may hold what is not ours.
         bound_folder(programs_folder, MAX_KEPT_PROGRAM_BYTES)
     use_persistent_cache(programs_folder)
-    phase("load", f"loading {files.name}")
+    phase("load", f"loading {files.name}", 0, LOAD_PARTS)
     source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
     facts, description = source.described.facts, source.described.description
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
@@ -76,6 +79,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if room is not None:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
+    phase("load", f"loading the tokenizer of {files.name}", 1, LOAD_PARTS)
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,
@@ -85,8 +89,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    phase("load", f"loading the weights of {files.name}", 2, LOAD_PARTS)
     with memory_budget():
-        model = source.load(replica)
+        model = source.load(replica, on_tensor=report.parts("load", f"loading the weights of {files.name}, in tensors"))
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
@@ -115,6 +120,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             load_again=functools.partial(source.load, replica),
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
+            on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
         )
     intake = Intake(

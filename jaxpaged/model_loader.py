@@ -130,12 +130,20 @@ def make_replica(described: DescribedModel, shape: ReplicaShape, devices: Sequen
     return Replica.over(devices, shape, cut_parameters(structure.family.WEIGHTS, structure.config.axis_sizes, shape))
 
 
-def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+def convert_weights(
+    checkpoint: Checkpoint,
+    described: DescribedModel,
+    *,
+    num_threads: int = 1,
+    seed: int = 0,
+    on_tensor: Callable[[int, int], None] = lambda *_: None,
+) -> dict[str, np.ndarray]:
     """The checkpoint's weights as the model takes them: parameter path -> aligned array, in the order of the leaves.
 
     Args:
         num_threads: tensors that are converted at the same time.
         seed: of random weights, where the checkpoint is a config alone.
+        on_tensor: called after each tensor with the number of those that are done, and of all.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
@@ -143,7 +151,9 @@ def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_th
     family, config, _, _, expected = described.structure()
     if isinstance(checkpoint, DummyCheckpoint):
         return draw(expected, seed)
-    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
+    return fill(
+        checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads, on_tensor=on_tensor
+    )
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:

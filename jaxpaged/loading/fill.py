@@ -1,7 +1,7 @@
 """Fills a model's parameters from a checkpoint, by the model's table of names and patterns."""
 
 import concurrent.futures
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -54,6 +54,7 @@ def fill(
     *,
     may_be_unread: Collection[str] = (),
     num_threads: int = 1,
+    on_tensor: Callable[[int, int], None] = lambda *_: None,
 ) -> dict[str, np.ndarray]:
     """Reads every expected parameter exactly once.
 
@@ -66,6 +67,7 @@ def fill(
         axis_sizes: sizes of the axes in the patterns, "layers" and "experts".
         may_be_unread: parameter paths whose tensors may be there although the parameter is not expected.
         num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
+        on_tensor: called after each tensor with the number of those that are done, and of all.
 
     Returns:
         Parameter path -> array of 64-byte aligned memory. Tensor by tensor and row by row, so that memory in use is the result and a
@@ -86,8 +88,8 @@ def fill(
 
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:
         try:
-            for _ in pool.map(make, copies):
-                pass
+            for index, _ in enumerate(pool.map(make, copies)):
+                on_tensor(index + 1, len(copies))
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -132,6 +132,22 @@ class ServedProcess:
         rows = (line.split(None, 3) for line in listed.splitlines())
         return [" ".join(row) for row in rows if row[1] == str(self.process.pid) and not row[2].startswith("Z")]
 
+    def sockets(self) -> tuple[set[int], set[str]]:
+        """What it and its children may be reached by: ports of TCP that they listen on and of UDP, and names of unix sockets."""
+        inodes = {os.readlink(file) for pid in self.pids() for file in Path(f"/proc/{pid}/fd").iterdir()}
+        ports: set[int] = set()
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            for row in Path(f"/proc/{self.process.pid}/net/{table}").read_text().splitlines()[1:]:
+                words = row.split()
+                if f"socket:[{words[9]}]" in inodes and (table.startswith("udp") or words[3] == "0A"):
+                    ports.add(int(words[1].rpartition(":")[2], 16))
+        names = set()
+        for row in Path(f"/proc/{self.process.pid}/net/unix").read_text().splitlines()[1:]:
+            words = row.split()
+            if f"socket:[{words[6]}]" in inodes and len(words) > 7:
+                names.add(words[7])
+        return ports, names
+
     def end(self) -> None:
         """Whatever happened before, it is gone."""
         for client in self._clients:

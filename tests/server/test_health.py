@@ -70,6 +70,10 @@ def idle_since(server: DoorServer, seconds: float) -> None:
 def test_loading_says_what_is_done(gate: Gate) -> None:
     with door_server() as server:
         assert statuses(server) == (200, 503)
+        starting = {"status": "starting", "reason": "starting", "phase": "find", "done": 0, "total": 0}
+        assert server.ask("GET", "/readyz").json == starting
+        server.service.emit(events.PhaseChanged(time_s=0, phase="compile", message="compiling 0/9", done=0, total=9))
+        assert server.ask("GET", "/readyz").json == {**starting, "reason": "compiling 0/9", "phase": "compile", "total": 9}
         server.service.emit(events.PhaseChanged(time_s=0, phase="compile", message="compiling 3/9", done=3, total=9))
         assert server.ask("GET", "/readyz").json == {
             "status": "starting",
