@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
@@ -29,7 +30,7 @@ from tests.server.conformity import GENERATION, check_answer
 from tests.server.small_app import small_app
 
 TIMEOUT_S = 20.0
-GENERATION_REQUEST = re.compile(rb"POST (?:/v1/(?:chat/completions|completions|responses|embeddings|score)|/score)/*[ ?]")
+GENERATION_REQUEST = re.compile(rb"POST (?:/v1/(?:chat/completions|completions|responses|embeddings|score)|/score)(?:/|%2f)*[ ?]")
 
 
 class Answer(NamedTuple):
@@ -64,7 +65,7 @@ class ClientCounts:
 
     def take(self, method: str, path: str, answer: Answer) -> None:
         """An answer was read."""
-        if method != "POST" or path.partition("?")[0].rstrip("/") not in GENERATION:
+        if method != "POST" or unquote(path.partition("?")[0]).rstrip("/") not in GENERATION:
             return
         status = answer.status
         if status >= 400:
