@@ -74,7 +74,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     room = room_here()
     if room is not None:
-        FitCheck(config, description, room).require()
+        FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
     tokenizer = Tokenizer.from_files(
         files,
