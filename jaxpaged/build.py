@@ -1,6 +1,7 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
 import secrets
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jaxpaged.intake import Intake, default_params_of
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.load_progress import LoadProgress
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
@@ -24,6 +26,7 @@ from jaxpaged.memory_errors import memory_budget
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
+from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
@@ -72,8 +75,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    loading = LoadProgress(files.name, partial(phase, "load"))
     with memory_budget():
-        model = source.load()
+        model = source.load(on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
