@@ -1,7 +1,7 @@
 """Weights from a checkpoint onto the device, tensor by tensor."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ from jaxpaged.loading.model_config import eos_token_ids
 from jaxpaged.loading.orbax_checkpoint import OrbaxCheckpoint
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
 from jaxpaged.models import Family, find_architecture, load_family, make_config
+from jaxpaged.parallel.cuts import ReplicaShape, cut_parameters
+from jaxpaged.parallel.replica import Replica
 from jaxpaged.parameter_sizes import ParameterSize, parameter_sizes
 from jaxpaged.step_program import LoadedModel
 
@@ -116,9 +118,17 @@ def with_structure(description: ModelDescription) -> DescribedModel:
     return DescribedModel(description, structure)
 
 
-def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> LoadedModel:
-    """Puts the checkpoint's weights on the device; arguments and errors as for `convert_weights`."""
-    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed))
+def load_model(
+    checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0, replica: Replica | None = None
+) -> LoadedModel:
+    """Puts the checkpoint's weights on the device, or on those of `replica`; arguments and errors as for `convert_weights`."""
+    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed), replica)
+
+
+def make_replica(described: DescribedModel, shape: ReplicaShape, devices: Sequence[jax.Device]) -> Replica:
+    """The devices of one copy of a model, and what of it each of them gets."""
+    structure = described.structure()
+    return Replica.over(devices, shape, cut_parameters(structure.family.WEIGHTS, structure.config.axis_sizes, shape))
 
 
 def convert_weights(
@@ -155,11 +165,14 @@ def convert_weights(
     )
 
 
-def to_device(described: DescribedModel, arrays: dict[str, np.ndarray]) -> LoadedModel:
-    """Puts converted weights on the device, and takes them out of `arrays`.
+def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:
+    """Puts converted weights on the device, or their parts on those of a replica, and takes them out of `arrays`.
 
     On CPU aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
     """
+    if replica is not None:
+        parts = tuple(jax.block_until_ready(replica.put(path, arrays.pop(path))) for path in list(arrays))
+        return LoadedModel(described.facts, described.structure, parts, replica)
     params = tuple(jax.device_put(arrays.pop(path), may_alias=True) for path in list(arrays))
     return LoadedModel(described.facts, described.structure, params)
 

@@ -25,6 +25,7 @@ COMMANDS = (
     Command(name="convert", module="convert", summary="write a model as an Orbax checkpoint"),
     Command(name="ls", module="list_models", summary="list the models that are known and pulled"),
     Command(name="rm", module="remove", summary="remove pulled models"),
+    Command(name="bench", module="bench", summary="measure throughput, latency, start-up, or any OpenAI server"),
     Command(name="diagnose", module="diagnose", summary="say what is wrong with a server, why, and what to change"),
     Command(name="top", module="top", summary="watch a server in the terminal"),
     Command(name="doctor", module="doctor", summary="look at the machine, the installation and the model, and try the engine"),
