@@ -18,6 +18,7 @@ from jaxpaged.kernel_choice import asked_kernels, check_attention
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.load_progress import LoadProgress
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
@@ -30,6 +31,7 @@ from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
 from jaxpaged.parallel.mesh_config import ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
+from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
@@ -40,7 +42,6 @@ from jaxpaged.traced_programs import TracedPrograms
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
 
-LOAD_PARTS = 3
 """What the model is, its tokenizer, its weights."""
 
 
@@ -59,7 +60,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         # Our own folder only: one that the user names may hold what is not ours.
         bound_folder(programs_folder, MAX_KEPT_PROGRAM_BYTES)
     use_persistent_cache(programs_folder)
-    phase("load", f"loading {files.name}", 0, LOAD_PARTS)
+    phase("load", f"loading {files.name}")
     source = ModelSource(files, config.model, is_gpu=is_gpu, num_threads=num_threads)
     facts, description = source.described.facts, source.described.description
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
@@ -79,7 +80,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if room is not None:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
-    phase("load", f"loading the tokenizer of {files.name}", 1, LOAD_PARTS)
+    phase("load", f"loading the tokenizer of {files.name}")
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,
@@ -89,9 +90,10 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
-    phase("load", f"loading the weights of {files.name}", 2, LOAD_PARTS)
+    phase("load", f"loading the weights of {files.name}")
+    loading = LoadProgress(files.name, functools.partial(phase, "load"))
     with memory_budget():
-        model = source.load(replica, on_tensor=report.parts("load", f"loading the weights of {files.name}, in tensors"))
+        model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
