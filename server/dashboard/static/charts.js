@@ -36,11 +36,11 @@ class Chart {
       return { value, row: el("li", { class: `s${i}` }, el("i", { class: "swatch" }), `${name} `, value) };
     });
     this.plot = svg("svg", { class: "plot", role: "img", tabindex: "0", height: HEIGHT });
-    this.grid = svg("g", { class: "grid" });
+    this.grid = svg("g", { class: "grid", visibility: "hidden" });
     this.area = svg("path", { class: "area" });
     this.lines = plan.series.map((_, i) => svg("path", { class: `line s${i}` }));
     this.rule = svg("line", { class: "rule", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-    this.nothing = svg("text", { class: "nothing", "text-anchor": "middle", y: (HEIGHT - BOTTOM + TOP) / 2 }, "nothing yet");
+    this.nothing = svg("text", { class: "nothing", "text-anchor": "middle", visibility: "hidden", y: (HEIGHT - BOTTOM + TOP) / 2 }, "nothing yet");
     this.ticks = [0, 0.5, 1].map(() => {
       const line = svg("line", {});
       const label = svg("text", { "text-anchor": "end", x: LEFT - 8 });
@@ -82,6 +82,7 @@ class Chart {
     this.width = this.plot.clientWidth;
     if (!this.width || this.at === undefined) return;
     const { plan, points } = this;
+    attribute(this.grid, "visibility", "visible");
     attribute(this.plot, "viewBox", `0 0 ${this.width} ${HEIGHT}`);
     const values = points.flatMap((point) => plan.series.map(([, read]) => read(point)).filter((value) => value !== null));
     const most = plan.most ?? round(Math.max(plan.least, ...values));

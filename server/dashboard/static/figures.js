@@ -8,7 +8,7 @@ const tiles = NAMES.map((name) => {
   const value = el("b", {}, "–");
   const detail = el("span", { class: "detail" }, "\u00a0");
   const fill = svg("rect", { class: "fill", x: 0, y: 0, height: 4, rx: 2, width: "0%" });
-  const bar = svg("svg", { class: "meter", height: 4, "aria-hidden": "true" }, svg("rect", { class: "track", width: "100%", height: 4, rx: 2 }), fill);
+  const bar = svg("svg", { class: "meter none", height: 4, "aria-hidden": "true" }, svg("rect", { class: "track", width: "100%", height: 4, rx: 2 }), fill);
   return { value, detail, fill, bar, tile: el("li", { class: "card tile" }, el("span", { class: "name" }, name), value, detail, bar) };
 });
 byId("figures").append(...tiles.map(({ tile }) => tile));
