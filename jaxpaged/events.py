@@ -37,7 +37,8 @@ class ProgramCompiled(_Event):
 class EngineStarted(_Event):
     """The engine is ready; every compilation after this is a bug and counted.
 
-    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said.
+    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `kernels` are an op and
+    its implementation each, `kernels_refused` say of the others why they were not taken.
     """
 
     model: str
@@ -53,6 +54,8 @@ class EngineStarted(_Event):
     num_programs: int
     platform: str = ""
     attention: str = ""
+    kernels: tuple[str, ...] = ()
+    kernels_refused: tuple[str, ...] = ()
 
 
 class RequestReceived(_Event):

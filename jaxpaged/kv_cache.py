@@ -1,5 +1,6 @@
 """The page pool on the device, and how many pages fit in the memory given."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,18 +33,24 @@ class KVCache(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What decides the size of a page. `layers`: those of one KV group, which are the pool's."""
+    """What decides the size of a page.
+
+    Attributes:
+        layers: those of one KV group, which are the pool's.
+        num_parts: of the KV heads, on different devices.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: np.dtype
+    num_parts: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: keys and values of one KV group's layers."""
-        return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        """Bytes of one page on one device: keys and values of one KV group's layers."""
+        return 2 * self.layers * (self.kv_heads // self.num_parts) * self.page_size * self.head_dim * self.dtype.itemsize
 
 
 class DeviceMemory(NamedTuple):
@@ -53,16 +60,16 @@ class DeviceMemory(NamedTuple):
     in_use_bytes: int
 
 
-def cache_shape(model: Any, cache: CacheConfig) -> CacheShape:
-    """The shape of a model's pages; `model` is its facts, or its family's `Config`."""
+def cache_shape(model: Any, cache: CacheConfig, *, num_parts: int = 1) -> CacheShape:
+    """The shape of a model's pages; `model` is its facts, or its family's `Config`, and `num_parts` as in `CacheShape`."""
     dtype = model.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
-    return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype)
+    return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype, num_parts)
 
 
-def make_cache(shape: CacheShape, num_pages: int) -> KVCache:
-    """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out."""
+def make_cache(shape: CacheShape, num_pages: int, sharding: jax.sharding.Sharding | None = None) -> KVCache:
+    """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out. `sharding`: None: on the first device."""
     dims = (shape.layers, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
-    return KVCache(jnp.zeros(dims, shape.dtype), jnp.zeros(dims, shape.dtype))
+    return KVCache(jnp.zeros(dims, shape.dtype, device=sharding), jnp.zeros(dims, shape.dtype, device=sharding))
 
 
 def write(
@@ -128,9 +135,12 @@ def count_pages(
     return int(num_pages)
 
 
-def device_memory(device: jax.Device) -> DeviceMemory | None:
-    """Limit and use of an accelerator's memory; None where the backend keeps no account (CPU)."""
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return DeviceMemory(int(stats["bytes_limit"]), int(stats["bytes_in_use"]))
+def device_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
+    """Limit and use of that accelerator's memory that has least left; None where the backend keeps no account (CPU)."""
+    memories: list[DeviceMemory] = []
+    for device in devices:
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        memories.append(DeviceMemory(int(stats["bytes_limit"]), int(stats["bytes_in_use"])))
+    return min(memories, key=lambda memory: memory.limit_bytes - memory.in_use_bytes)

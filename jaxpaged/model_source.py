@@ -17,6 +17,7 @@ from jaxpaged.model_loader import (
     to_device,
     with_structure,
 )
+from jaxpaged.parallel.replica import Replica
 from jaxpaged.step_program import LoadedModel
 
 
@@ -55,8 +56,11 @@ class ModelSource:
         self._ahead = pool.submit(self._map_kept)
         pool.shutdown(wait=False)
 
-    def load(self) -> LoadedModel:
+    def load(self, replica: Replica | None = None) -> LoadedModel:
         """Puts the weights on the device: mapped from the file of an earlier load, or converted, and kept for the next one.
+
+        Args:
+            replica: the devices to put them on; None: one.
 
         Raises:
             CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
@@ -67,7 +71,7 @@ class ModelSource:
             with open_checkpoint(self._files, load_format=self._load_format) as checkpoint:
                 arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads, seed=self._seed)
             self._kept.keep_weights(arrays, self._weight_options)
-        return to_device(self.described, arrays)
+        return to_device(self.described, arrays, replica)
 
     def _map_kept(self) -> dict[str, np.ndarray] | None:
         return self._kept.map_weights(self._weight_options, num_threads=self._num_threads)

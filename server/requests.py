@@ -137,8 +137,13 @@ def _at_most(field: str, given: int, limit: int, option: str, what: str) -> None
 
 
 def check_num_prompts(field: str, number: int, limits: LimitsConfig) -> None:
-    """Raises InvalidRequestError for too many inputs at once."""
-    _at_most(field, number, limits.max_prompts, "limits.max_prompts", "inputs")
+    """Raises InvalidRequestError for too many texts to be scored at once."""
+    _at_most(field, number, limits.max_prompts, "limits.max_prompts", "texts")
+
+
+def check_num_inputs(number: int, limits: LimitsConfig) -> None:
+    """Raises InvalidRequestError for too many inputs of embeddings at once."""
+    _at_most("input", number, limits.max_inputs, "limits.max_inputs", "inputs")
 
 
 def check_prompt_logprobs(body: SamplingFields, config: Config) -> None:

@@ -44,6 +44,7 @@ HOST_MODULES = (
     "jaxpaged.page_manager",
     "jaxpaged.pool_map",
     "jaxpaged.progress_bar",
+    "jaxpaged.queue_group",
     "jaxpaged.request",
     "jaxpaged.request_streams",
     "jaxpaged.scheduler",

@@ -215,7 +215,6 @@ def test_bad_keywords_are_one_sentence(kwargs: dict[str, Any], parts: list[str])
         ({"quantization": "fp8"}, "quantization 'fp8' is not served yet"),
         ({"trust_remote_code": True}, "trust_remote_code is refused"),
         ({"enforce_eager": True}, "enforce_eager is refused"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not served yet"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str) -> None:
@@ -234,7 +233,7 @@ def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str
         {"enforce_eager": False},
         {"trust_remote_code": False},
         {"quantization": None},
-        {"tensor_parallel_size": 1},
+        {"tensor_parallel_size": 2},
         {"max_logprobs": 0},
         {"max_model_len": "auto"},
         {"max_model_len": -1},
