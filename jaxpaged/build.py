@@ -60,6 +60,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
     default_params_of(generation_config)  # a bad file is refused before the weights are read
     check_mesh(mesh, ModelCounts(facts.heads, facts.experts), len(jax.devices()))
+    if mesh.data > 1:
+        raise ConfigError(f"the mesh axis data {mesh.data} is not served yet; only 1 is", param="parallel.mesh")
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
     if description.is_encoder:
         refuse_other_pooling(files.path)
