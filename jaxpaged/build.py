@@ -11,8 +11,10 @@ from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
+from jaxpaged.fit_check import FitCheck, room_here
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake, default_params_of
+from jaxpaged.kernel_choice import asked_kernels, check_attention
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
@@ -70,6 +72,11 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if mesh.num_devices > 1:
         replica = make_replica(source.described, replica_shape(mesh, facts.kv_heads), jax.devices()[: mesh.num_devices])
     _check_pool(config, facts, limits, replica)
+    kernels = asked_kernels(config.kernels)
+    check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
+    room = room_here()
+    if room is not None:
+        FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
     tokenizer = Tokenizer.from_files(
         files,
@@ -106,6 +113,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             max_parallel=config.compilation.max_parallel or num_threads,
             logprobs_mode=config.sampling.logprobs_mode,
             traced=TracedPrograms(programs_folder and programs_folder / "traced"),
+            kernels=kernels,
             load_again=functools.partial(source.load, replica),
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
@@ -132,6 +140,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         sink=emit,
         clocks=clocks,
     )
+    told = runner.told_kernels
     emit(
         events.EngineStarted(
             time_s=clocks.wall(),
@@ -147,6 +156,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
             platform=jax.default_backend(),
+            attention=told.attention,
+            kernels=told.kernels,
+            kernels_refused=told.refused,
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))

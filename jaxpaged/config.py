@@ -114,7 +114,8 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
         None
     )
     max_num_queued_requests: Annotated[
-        int | None, _doc("requests that may wait; the next one is refused with 429; none: no limit", ge=1)
+        int | None,
+        _doc("prompts that may wait; the next request is refused with 429, the other prompts of one that was let in go in later", ge=1),
     ] = None
     max_num_queued_tokens: Annotated[
         int | None, _doc("prompt tokens that may wait; an empty queue takes any request; none: no limit", ge=1)
@@ -134,6 +135,17 @@ class CompilationConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_dir: Annotated[str | None, _doc("folder of compiled programs; none: under the jaxpaged cache folder; empty: off")] = None
     max_parallel: Annotated[int | None, _doc("programs compiled at the same time; none: cpu.threads", ge=1, le=256)] = None
     enforce_eager: Annotated[bool, _doc("refused: every step is a compiled program")] = False
+
+
+class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which implementation of each op of pallas_kernels runs; docs/kernels.md says what each takes."""
+
+    paged_attention: Annotated[
+        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of attention over the page pool; none: the best for model and device")
+    ] = None
+    grouped_matmul: Annotated[
+        Literal["reference", "xla"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+    ] = None
 
 
 class ParallelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,7 +225,8 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What one request over HTTP may ask for; one more is refused with 400."""
 
     max_n: Annotated[int, _doc("answers to one prompt (n)", ge=1, le=128)] = 64
-    max_prompts: Annotated[int, _doc("prompts of one request", ge=1, le=100_000)] = 256
+    max_prompts: Annotated[int, _doc("prompts of one request, or texts to be scored", ge=1, le=100_000)] = 256
+    max_inputs: Annotated[int, _doc("inputs of one request for embeddings", ge=1, le=100_000)] = 2048
     max_answers: Annotated[int, _doc("answers of one request: prompts times n", ge=1, le=1_000_000)] = 1024
     max_stop: Annotated[int, _doc("stop strings", ge=0, le=64)] = 16
     max_stop_chars: Annotated[int, _doc("characters of one stop string", ge=1, le=1024)] = 512
@@ -287,6 +300,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
+    kernels: KernelsConfig = KernelsConfig()
     parallel: ParallelConfig = ParallelConfig()
     cpu: CpuConfig = CpuConfig()
     sampling: SamplingConfig = SamplingConfig()

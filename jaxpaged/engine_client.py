@@ -3,14 +3,17 @@
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Continuation, Messages, Prompt
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Pooling, RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxpaged.embeddings import EmbeddingRequestOutput
+    from jaxpaged.pool_map import PoolCopy
     from jaxpaged.scoring import ContinuationScore
 
 
@@ -38,11 +41,23 @@ class EngineClient(Protocol):
     """What a server needs of an engine; `AsyncLLM` has it."""
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> Generation: ...
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def chat_prompt(
@@ -55,11 +70,34 @@ class EngineClient(Protocol):
     ) -> list[int]: ...
 
     async def score(
-        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        continuation: Continuation,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> "ContinuationScore": ...
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
+    ) -> BeamSearchOutput: ...
+
     async def embed(
-        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> "EmbeddingRequestOutput": ...
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -78,6 +116,13 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
     def get_tokenizer(self) -> Tokenizer: ...
+
+
+@runtime_checkable
+class WatchedEngine(Protocol):
+    """What the live page asks of an engine beyond its events."""
+
+    async def pool_copy(self) -> "PoolCopy": ...
 
 
 @runtime_checkable

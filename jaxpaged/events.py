@@ -37,7 +37,8 @@ class ProgramCompiled(_Event):
 class EngineStarted(_Event):
     """The engine is ready; every compilation after this is a bug and counted.
 
-    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said.
+    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `kernels` are an op and
+    its implementation each, `kernels_refused` say of the others why they were not taken.
     """
 
     model: str
@@ -53,6 +54,8 @@ class EngineStarted(_Event):
     num_programs: int
     platform: str = ""
     attention: str = ""
+    kernels: tuple[str, ...] = ()
+    kernels_refused: tuple[str, ...] = ()
 
 
 class RequestReceived(_Event):
@@ -218,6 +221,16 @@ class HttpAnswered(_Event):
     num_merged: int = 0
 
 
+class RequestTraced(_Event):
+    """A client has said which span of its own trace an answer belongs to; told only where traces are sent.
+
+    `answer_id` as in `HttpAnswered`, `parent` as in the header `traceparent` of W3C, version 00.
+    """
+
+    answer_id: str
+    parent: str
+
+
 class HealthChanged(_Event):
     """The engine's health moved: starting, ready, draining, paused, sleeping, dead."""
 
@@ -253,6 +266,7 @@ Event = (
     | StepFinished
     | LoadChanged
     | HttpAnswered
+    | RequestTraced
     | HealthChanged
     | SinkDropped
     | EngineStopped

@@ -241,6 +241,7 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 f"({event.pool_bytes / 2**20:.0f} MiB), {counted(event.num_programs, 'program')}; "
                 f"per step at most {counted(event.max_num_seqs, 'sequence')} "
                 f"and {counted(event.max_num_batched_tokens, 'token')}; context {counted(event.max_model_len, 'token')}"
+                f"{_kernels_text(event)}"
             )
         case events.HealthChanged():
             level = Level.ERROR if event.state == "dead" else Level.DEBUG if event.state in ("starting", "ready") else Level.INFO
@@ -251,6 +252,8 @@ def _plain_text(event: Event) -> tuple[Level, str]:
             # Who asks a server that starts whether it is ready asks often.
             is_said = event.end or (event.status >= 400 and event.status != 503)
             return (Level.INFO if is_said else Level.DEBUG), _answered_text(event)
+        case events.RequestTraced():
+            return Level.DEBUG, f"answer {clean(event.answer_id, MAX_ID_CHARS)} belongs to the trace {clean(event.parent, 64)}"
         case events.LoadChanged():
             return Level.DEBUG, (
                 f"running {event.num_running}, waiting {event.num_waiting}; "
@@ -263,6 +266,13 @@ def _plain_text(event: Event) -> tuple[Level, str]:
         case _:
             # A new kind of event still leaves a trace, until its own line is written.
             return Level.DEBUG, clean(repr(event))
+
+
+def _kernels_text(event: events.EngineStarted) -> str:
+    """The implementations, and on a GPU why those of more promise were not taken; elsewhere everybody knows."""
+    refused = event.kernels_refused if event.platform not in ("", "cpu") else ()
+    told = (f"; {label} {', '.join(map(clean, parts))}" for label, parts in (("kernels:", event.kernels), ("not taken:", refused)) if parts)
+    return "".join(told)
 
 
 def _finished_text(event: events.RequestFinished) -> str:

@@ -18,6 +18,7 @@ from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_
 from jaxpaged.models import Family, find_architecture, load_family, make_config
 from jaxpaged.parallel.cuts import ReplicaShape, cut_parameters
 from jaxpaged.parallel.replica import Replica
+from jaxpaged.parameter_sizes import ParameterSize, parameter_sizes
 from jaxpaged.step_program import LoadedModel
 
 DTYPES = {
@@ -40,6 +41,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hf_config: the settled config that the family's `Config` is read from.
         max_model_len: the longest text that the engine takes, where the options say so.
+        sizes: of the parameters.
         is_encoder: see `models.Architecture`.
     """
 
@@ -48,6 +50,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     generation_config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
+    sizes: tuple[ParameterSize, ...] = ()
     is_encoder: bool = False
 
 
@@ -97,7 +100,9 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
         eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
         is_encoder=architecture.is_encoder,
     )
-    return with_structure(description)
+    structure = with_structure(description).structure
+    sizes = parameter_sizes(structure().expected, structure().family.WEIGHTS)
+    return DescribedModel(msgspec.structs.replace(description, sizes=sizes), structure)
 
 
 def with_structure(description: ModelDescription) -> DescribedModel:

@@ -1,6 +1,7 @@
 """Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -11,6 +12,7 @@ from jaxpaged.batch import BatchLayout
 from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_blocks, return_freed_memory
+from jaxpaged.kernel_choice import ToldChoices
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
@@ -60,6 +62,11 @@ SLOT_BYTES_PER_TOKEN = 8
 """Of the vocabulary, for each slot: a count and a bias."""
 
 
+def slot_bytes(num_slots: int, vocab: int, embed: int) -> int:
+    """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
+    return num_slots * (4 + SLOT_BYTES_PER_TOKEN * vocab + 4 * embed)
+
+
 class ModelRunner:
     """Owns the weights, the page pool and the programs. Only the engine's thread calls `run`."""
 
@@ -73,6 +80,7 @@ class ModelRunner:
         max_parallel: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         traced: TracedPrograms | None = None,
+        kernels: Mapping[str, str] = MappingProxyType({}),
         load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
@@ -88,6 +96,7 @@ class ModelRunner:
             max_parallel: programs compiled at the same time.
             logprobs_mode: what requests are told that ask for log-probabilities.
             traced: where the tracing of programs is kept; None: nowhere.
+            kernels: op -> the implementation that it must run with; the others take the best for the device.
             load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
@@ -95,6 +104,7 @@ class ModelRunner:
 
         Raises:
             MemoryBudgetError: the pool does not fit.
+            ConfigError: a kernel that was asked for does not take this model on this device.
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.facts.vocab
         self._model, self._embed = model, model.facts.embed
@@ -103,7 +113,12 @@ class ModelRunner:
         self._replica = model.replica
         self.cache_shape = cache_shape(model.facts, cache, num_parts=model.replica.shape.pool_parts if model.replica else 1)
         self._step = StepProgram(
-            model, self.cache_shape, num_ids=num_ids, logprobs_mode=logprobs_mode, traced=traced or TracedPrograms(None)
+            model,
+            self.cache_shape,
+            num_ids=num_ids,
+            logprobs_mode=logprobs_mode,
+            traced=traced or TracedPrograms(None),
+            kernels=kernels,
         )
         self.kv_groups = lay_out(model.facts.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
@@ -151,8 +166,13 @@ class ModelRunner:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
-        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab + 4 * self._embed)
+        """Bytes of what the device keeps of all slots."""
+        return slot_bytes(self.limits.max_num_seqs, self.vocab, self._embed)
+
+    @property
+    def told_kernels(self) -> ToldChoices:
+        """Which kernels the programs have."""
+        return self._step.told_choices
 
     @property
     def num_compiled_while_running(self) -> int:

@@ -1,6 +1,7 @@
 """Room 5: the step as one function of arrays (model, sampler, log-probabilities), and its lowering for a bucket."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import LogprobsMode
+from jaxpaged.kernel_choice import ToldChoices, kernel_error, told_choices
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
@@ -18,6 +20,7 @@ from jaxpaged.parallel.replica import Replica
 from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
+from pallas_kernels.dispatch import UnsupportedKernelError
 
 
 class LoadedModel(NamedTuple):
@@ -86,6 +89,7 @@ class StepProgram:
         num_ids: int,
         traced: TracedPrograms,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._structure = model.structure
         self._replica = model.replica
@@ -96,10 +100,19 @@ class StepProgram:
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
         self._fixed = (model.facts.words, cache_shape, num_ids, logprobs_mode)
-        self._traced = traced
+        self._traced, self._kernels = traced, kernels
+
+    @property
+    def told_choices(self) -> ToldChoices:
+        """Which kernels the programs so far have."""
+        return told_choices(self._traced.choices)
 
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
-        """Lowers the step for one layout."""
+        """Lowers the step for one layout.
+
+        Raises:
+            ConfigError: a kernel that was asked for does not take this model on this device.
+        """
 
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             from flax import nnx  # late: it is needed only where a program is traced
@@ -123,13 +136,16 @@ class StepProgram:
             return result, DeviceState(cache, last_ids, counted, keep_sums(state.pooled, batch, pooled))
 
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32, sharding=self._replica and self._replica.whole)
-        args = (self._params, self._state(layout), blob)
-        if self._replica is None:
-            return self._traced.lower(step, args, donate=1, fixed=repr((self._fixed, layout)))
-        _, state, _ = specs = jax.tree.map(lambda like: like.sharding.spec, args)
-        # What comes out beside the state is the same on every device, as all that it is computed from is: JAX cannot know.
-        sharded = jax.shard_map(step, mesh=self._replica.mesh, in_specs=specs, out_specs=(PartitionSpec(), state), check_vma=False)
-        return jax.jit(sharded, donate_argnums=1).lower(*args)
+        args, fixed = (self._params, self._state(layout), blob), repr((self._fixed, layout))
+        try:
+            if self._replica is None:
+                return self._traced.lower(step, args, donate=1, fixed=fixed, kernels=self._kernels)
+            _, state, _ = specs = jax.tree.map(lambda like: like.sharding.spec, args)
+            # What comes out beside the state is the same on every device, as all that it is computed from is: JAX cannot know.
+            sharded = jax.shard_map(step, mesh=self._replica.mesh, in_specs=specs, out_specs=(PartitionSpec(), state), check_vma=False)
+            return self._traced.lower_unkept(jax.jit(sharded, donate_argnums=1), args, kernels=self._kernels)
+        except UnsupportedKernelError as error:
+            raise kernel_error(error) from error
 
     def _state(self, layout: BatchLayout) -> Any:
         """Shapes and types of `DeviceState`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxpaged.config import Config
 from jaxpaged.errors import AuthenticationError, ConfigError
 from server.asgi_types import App, Receive, Scope, Send, header_of
+from server.dashboard.files import FILE_PATHS
 from server.error_body import send_error
 
 HEALTH_PATHS = frozenset({"/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
@@ -80,8 +81,8 @@ class AuthLayer:
 
 
 def open_paths(config: Config) -> frozenset[str]:
-    """Paths that need no key."""
-    return HEALTH_PATHS | {METRICS_PATH} if config.metrics.public else HEALTH_PATHS
+    """Paths that need no key: health, and the files of the live page, which carry no data."""
+    return HEALTH_PATHS | FILE_PATHS | ({METRICS_PATH} if config.metrics.public else frozenset())
 
 
 def _refusal(header: bytes | None, keys: ApiKeys) -> AuthenticationError | None:

@@ -27,19 +27,21 @@ from server.admin import create_admin_app
 from server.asgi_types import App
 from server.auth import ApiKeys
 from server.front import behind_front
+from server.heartbeat import Heartbeat
 from server.http_server import HttpServer
 from server.listeners import url_of
 from server.phase import Phase
 from server.request_ids import RequestIds
 from server.service import Service
 from server.startup_report import ready_report
-from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, Watchdog
+from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, TICK_S, Watchdog
 
 LOG: Final = logging.getLogger("jaxpaged.server")
 POLL_S = 0.02
 TELL_REST_S = 2.0
 """Time for those that are told that there is no more time."""
 CLOSE_ENGINE_S = 5.0
+FLUSH_S = 0.5
 
 type MakeEngine = Callable[[Config, Sequence[Sink]], EngineClient]
 """Loads the model; blocks, and raises JaxpagedError."""
@@ -91,7 +93,9 @@ class Serving:
     ) -> None:
         self._service, self._doors, self._make_engine, self._create_app = service, doors, make_engine, create_app
         self._say, self._leave = say, leave
-        self._watchdog = Watchdog(service, stacks=stacks, leave=leave, lock_grace_s=LOCK_GRACE_S)
+        heartbeat = None if stacks is None else Heartbeat(service.config.server.watchdog_s + LOCK_GRACE_S, TICK_S, stacks)
+        self._watchdog = Watchdog(service, stacks=stacks, leave=self._leave_at_once, heartbeat=heartbeat)
+        self._unix_paths = [listener.getsockname() for listener in doors.admin if listener.family == socket.AF_UNIX]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         """Set whenever something below has changed."""
@@ -218,13 +222,12 @@ class Serving:
     def _leave_at_once(self, status: int) -> None:
         with contextlib.suppress(Exception):
             self.unlink_sockets()
-            self._service.emit.flush(0.5)
+            self._service.emit.flush(FLUSH_S)
         self._leave(status)
 
     def unlink_sockets(self) -> None:
-        """Removes the admin socket's name."""
-        path = self._service.config.server.admin_socket
-        if path is not None and self._doors.admin:
+        """Removes the names of unix sockets, by which they were bound; their sockets may be closed."""
+        for path in self._unix_paths:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

@@ -18,6 +18,7 @@ from tests.server.door_server import Answer, Connection, request_bytes
 PROGRAM = Path(__file__).with_name("scripted_program.py")
 COMMAND = (sys.executable, str(PROGRAM))
 START_TIMEOUT_S = 60.0
+MEMBERS_TIMEOUT_S = 10.0
 
 
 def completion(max_tokens: int = 4, **fields: Any) -> bytes:
@@ -115,7 +116,18 @@ class ServedProcess:
         return self.process.wait(timeout_s)
 
     def members(self) -> list[str]:
-        """What is alive of its session, zombies apart."""
+        """What is alive of its session after 10 s, zombies apart; the process beside the server sees the server's end, and then ends."""
+        deadline_s = time.monotonic() + MEMBERS_TIMEOUT_S
+        while (rows := self._rows()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return rows
+
+    def pids(self) -> list[int]:
+        """Of its session: the server, and then what it has started."""
+        pids = [int(row.split()[0]) for row in self._rows()]
+        return sorted(pids, key=lambda pid: pid != self.process.pid)
+
+    def _rows(self) -> list[str]:
         listed = subprocess.run(["ps", "-e", "-o", "pid=,sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
         rows = (line.split(None, 3) for line in listed.splitlines())
         return [" ".join(row) for row in rows if row[1] == str(self.process.pid) and not row[2].startswith("Z")]
