@@ -28,7 +28,7 @@ from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
-from jaxpaged.parallel.mesh_config import ModelCounts, check_mesh, read_mesh
+from jaxpaged.parallel.mesh_config import TABLE, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
@@ -75,7 +75,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     kernels = asked_kernels(config.kernels)
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     room = room_here()
-    if room is not None:
+    # The check knows no parts of experts, nor tables other than the usual one; what does not fit then shows while it is loaded.
+    if room is not None and mesh.expert == 1 and mesh.table == TABLE:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
     tokenizer = Tokenizer.from_files(
