@@ -29,7 +29,7 @@ from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
-from jaxpaged.parallel.mesh_config import ModelCounts, check_mesh, read_mesh
+from jaxpaged.parallel.mesh_config import TABLE, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
@@ -66,6 +66,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
     default_params_of(generation_config)  # a bad file is refused before the weights are read
     check_mesh(mesh, ModelCounts(facts.heads, facts.experts), len(jax.devices()))
+    if mesh.data > 1:
+        raise ConfigError(f"the mesh axis data {mesh.data} is not served yet; only 1 is", param="parallel.mesh")
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
     if description.is_encoder:
         refuse_other_pooling(files.path)
@@ -77,7 +79,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     kernels = asked_kernels(config.kernels)
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     room = room_here()
-    if room is not None:
+    # The check knows no parts of experts, nor tables other than the usual one; what does not fit then shows while it is loaded.
+    if room is not None and mesh.expert == 1 and mesh.table == TABLE:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
     phase("load", f"loading the tokenizer of {files.name}")
