@@ -18,6 +18,7 @@ from jaxpaged.kernel_choice import asked_kernels, check_attention
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.load_progress import LoadProgress
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
@@ -30,6 +31,7 @@ from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
 from jaxpaged.parallel.mesh_config import TABLE, MeshShape, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
+from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.replicas import LoadSums, Replicas
 from jaxpaged.request import MAX_EOS_IDS
@@ -40,6 +42,8 @@ from jaxpaged.traced_programs import TracedPrograms
 
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
+
+"""What the model is, its tokenizer, its weights."""
 
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
@@ -76,6 +80,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if room is not None and mesh.expert == 1 and mesh.table == TABLE:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
+    phase("load", f"loading the tokenizer of {files.name}")
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,
@@ -86,7 +91,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
     num_programs = len(limits.token_buckets) * len(replicas)
-    num_from_cache = num_done = weight_bytes = 0
+    num_from_cache = num_done = 0
+    num_weight_bytes = 0
 
     def on_compiled(program: Compiled) -> None:
         nonlocal num_from_cache, num_done
@@ -100,10 +106,12 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
 
     def make_runner(replica: Replica | None) -> ModelRunner:
-        nonlocal weight_bytes
+        nonlocal num_weight_bytes
+        phase("load", f"loading the weights of {files.name}")
+        loading = LoadProgress(files.name, functools.partial(phase, "load"))
         with memory_budget():
-            model = source.load(replica)
-        weight_bytes += model.weight_bytes
+            model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
+        num_weight_bytes += model.weight_bytes
         phase("pool", "allocating the page pool")
         with memory_budget():
             return ModelRunner(
@@ -118,6 +126,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
                 load_again=functools.partial(source.load, replica),
                 fits_context=config.model.max_model_len == "auto",
                 on_compiled=on_compiled,
+                on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
                 before_compiling=lambda _: phase("compile", f"compiling {num_done}/{num_programs}", num_done, num_programs),
             )
 
@@ -168,7 +177,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             pool_bytes=runner.pool_bytes,
-            weight_bytes=weight_bytes,
+            weight_bytes=num_weight_bytes,
             max_model_len=runner.limits.max_model_len,
             max_num_seqs=runner.limits.max_num_seqs,
             max_num_batched_tokens=runner.limits.max_num_batched_tokens,
