@@ -143,6 +143,10 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     paged_attention: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of attention over the page pool; none: the best for model and device")
     ] = None
+    kv_write: Annotated[
+        Literal["reference", "xla", "mosaic_gpu"] | None,
+        _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
+    ] = None
     grouped_matmul: Annotated[
         Literal["reference", "xla"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None

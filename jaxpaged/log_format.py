@@ -16,6 +16,8 @@ MAX_ID_CHARS = 128
 MAX_MESSAGE_CHARS = 1000
 MAX_GAP_S = 1.0
 """A longer pause between two steps is idleness: it is no part of a rate, and the next interval begins after it."""
+PHASES_IN_BYTES = ("download", "load")
+"""Their messages say how far they are."""
 
 
 class Level(enum.IntEnum):
@@ -132,7 +134,7 @@ class LogFormatter:
             self._num_programs = event.total
             self._num_compiled = max(self._num_compiled, event.done)
             return self.compile_progress()
-        count = f" {event.done}/{event.total}" if event.total and event.phase != "download" else ""
+        count = f" {event.done}/{event.total}" if event.total and event.phase not in PHASES_IN_BYTES else ""
         name = clean(event.phase.replace("_", " "), 32)
         return f"{name}{count}: {clean(event.message)}" if event.message else name + count
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,19 +36,6 @@ class StartReport:
     def phase(self, name: str, message: str, done: int = 0, total: int = 0) -> None:
         """Says what is done now, and how much of it is done."""
         self.emit(events.PhaseChanged(time_s=self.clocks.wall(), phase=name, message=message, done=done, total=total))
-
-    def parts(self, name: str, message: str) -> Callable[[int, int], None]:
-        """For who does a phase in many parts: called after each with the number of those that are done, it says so once a second."""
-        said_s = self.clocks.monotonic()
-
-        def say(done: int, total: int) -> None:
-            nonlocal said_s
-            now_s = self.clocks.monotonic()
-            if done == total or now_s - said_s >= SAID_EVERY_S:
-                said_s = now_s
-                self.phase(name, message, done, total)
-
-        return say
 
 
 class DownloadPhase:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 
 from jaxpaged import events
+from server.dashboard.files import PAGE_PATH
 
 MIB = 2**20
 
@@ -50,5 +51,6 @@ def ready_report(
 ) -> str:
     """The whole text."""
     lines = [f"{model}: {phase_times(phases, started.seconds)}", "", *memory_table(started), ""]
-    lines += [f"serving {model} at {url}/v1 (Ctrl-C stops it)", *([f"operators' calls at {admin}"] if admin else []), ""]
+    lines += [f"serving {model} at {url}/v1 (Ctrl-C stops it)", *([f"operators' calls at {admin}"] if admin else [])]
+    lines += [f"the live page at {url}{PAGE_PATH}", ""]
     return "\n".join([*lines, *lines_to_copy(url, model, has_key=has_key)]) + "\n"

@@ -42,6 +42,7 @@ AREAS = {
     "server": "server",
     "kernels": "kernels",
     "models": "models and meshes",
+    "parallel": "models and meshes",
     "observability": "observability",
     "speed": "speed",
 }

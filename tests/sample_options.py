@@ -38,6 +38,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "compilation.max_parallel": ("2", 2),
     "compilation.enforce_eager": ("0", False),
     "kernels.paged_attention": ("reference", "reference"),
+    "kernels.kv_write": ("reference", "reference"),
     "kernels.grouped_matmul": ("xla", "xla"),
     "model.quantization": ("none", None),
     "parallel.tensor_parallel_size": ("2", 2),

@@ -95,17 +95,6 @@ def test_what_is_here_already_is_no_download(report: StartReport, log: EventLog)
     assert not log
 
 
-def test_many_parts_are_said_once_a_second_and_at_the_end(report: StartReport, clock: Turned, log: EventLog) -> None:
-    say = report.parts("load", "loading")
-    for done in range(1, 101):
-        clock.now_s += 0.1
-        say(done, 100)
-    dones = [event.done for event in log.of(events.PhaseChanged)]
-    assert dones[-1] == 100
-    assert len(dones) in (9, 10, 11)
-    assert {(event.phase, event.message, event.total) for event in log.of(events.PhaseChanged)} == {("load", "loading", 100)}
-
-
 def test_lines_of_phases() -> None:
     formatter = LogFormatter()
 
@@ -114,9 +103,9 @@ def test_lines_of_phases() -> None:
         return only.level, only.text
 
     assert line(0, "find", "finding tiny") == (Level.INFO, "find: finding tiny")
-    assert line(0.1, "load", "loading tiny", 0, 3) == (Level.INFO, "load 0/3: loading tiny")
-    assert line(0.2, "load", "its tokenizer", 1, 3) == (Level.DEBUG, "load 1/3: its tokenizer"), "too soon"
-    assert line(1.3, "load", "its weights", 2, 3) == (Level.INFO, "load 2/3: its weights")
+    assert line(0.1, "load", "loading tiny") == (Level.INFO, "load: loading tiny")
+    assert line(0.2, "load", "1 of 9 kB", 1000, 9000) == (Level.DEBUG, "load: 1 of 9 kB"), "too soon"
+    assert line(1.3, "load", "2 of 9 kB", 2000, 9000) == (Level.INFO, "load: 2 of 9 kB")
     assert line(1.4, "compile", "", 0, 2) == (Level.INFO, "compiling 0/2")
     assert line(1.5, "compile", "", 2, 2) == (Level.INFO, "compiling 2/2")
     assert line(1.6, "warm_up", "first steps 0/1", 0, 1) == (Level.INFO, "warm up 0/1: first steps 0/1")

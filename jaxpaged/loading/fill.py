@@ -1,6 +1,7 @@
 """Fills a model's parameters from a checkpoint, by the model's table of names and patterns."""
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from types import MappingProxyType
@@ -54,7 +55,7 @@ def fill(
     *,
     may_be_unread: Collection[str] = (),
     num_threads: int = 1,
-    on_tensor: Callable[[int, int], None] = lambda *_: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """Reads every expected parameter exactly once.
 
@@ -67,7 +68,7 @@ def fill(
         axis_sizes: sizes of the axes in the patterns, "layers" and "experts".
         may_be_unread: parameter paths whose tensors may be there although the parameter is not expected.
         num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
-        on_tensor: called after each tensor with the number of those that are done, and of all.
+        on_bytes: told the size of each tensor once it is converted; one at a time.
 
     Returns:
         Parameter path -> array of 64-byte aligned memory. Tensor by tensor and row by row, so that memory in use is the result and a
@@ -85,11 +86,14 @@ def fill(
     def make(copy: _Copy) -> None:
         _copy_tensor(checkpoint, copy, filled[copy.path][copy.place], axis_sizes)
         checkpoint.release(copy.name)
+        with telling:
+            on_bytes(filled[copy.path][copy.place].nbytes)
 
+    telling = threading.Lock()
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:
         try:
-            for index, _ in enumerate(pool.map(make, copies)):
-                on_tensor(index + 1, len(copies))
+            for _ in pool.map(make, copies):
+                pass
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tests.server.door_server import Answer, Connection, request_bytes
+from tests.server.door_server import Answer, ClientCounts, Connection, request_bytes
 
 PROGRAM = Path(__file__).with_name("scripted_program.py")
 COMMAND = (sys.executable, str(PROGRAM))
@@ -61,6 +61,8 @@ class ServedProcess:
                 start_new_session=True,
             )
         self.port = 0
+        self.count = ClientCounts()
+        self._is_signalled = False
         self._clients: list[Connection] = []
 
     @property
@@ -87,7 +89,7 @@ class ServedProcess:
 
     def connect(self) -> Connection:
         """A new connection."""
-        self._clients.append(Connection(self.port))
+        self._clients.append(Connection(self.port, count=self.count))
         return self._clients[-1]
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
@@ -108,6 +110,7 @@ class ServedProcess:
 
     def signal(self, number: int) -> float:
         """Sends a signal, and returns the time."""
+        self._is_signalled = True
         self.process.send_signal(number)
         return time.monotonic()
 
@@ -148,6 +151,23 @@ class ServedProcess:
                 names.add(words[7])
         return ports, names
 
+    def check_books(self) -> None:
+        """What clients saw is what /metrics tells, and nothing is left; unless it is gone, was told to go, or is shut to us."""
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+        if self.process.poll() is not None or self._is_signalled or not self.port or self.ask("GET", "/health").status != 200:
+            return
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while any(self._figures("jaxpaged_num_requests_").values()):
+            assert time.monotonic() < deadline_s, "requests are left"
+            time.sleep(0.6)  # figures are made at most twice a second
+        self.count.check({name.partition('"')[2].rstrip('"}'): value for name, value in self._figures("jaxpaged_http_ends_total").items()})
+
+    def _figures(self, prefix: str) -> dict[str, float]:
+        lines = self.ask("GET", "/metrics").body.decode().splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line.startswith(prefix))}
+
     def end(self) -> None:
         """Whatever happened before, it is gone."""
         for client in self._clients:
@@ -177,5 +197,6 @@ def served_process(folder: Path, *arguments: str, command: Sequence[str] = COMMA
     served = ServedProcess(folder, *arguments, command=command, **environment)
     try:
         yield served
+        served.check_books()
     finally:
         served.end()

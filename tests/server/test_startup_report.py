@@ -74,3 +74,4 @@ def test_the_whole() -> None:
     text = ready_report(STARTED, {"load": 2.0}, url="https://127.0.0.1:1", model="m", has_key=False, admin="/run/a.sock")
     assert text.startswith("m: ready in 8.1 s (load 2.0)\n\n  weights ")
     assert "\nserving m at https://127.0.0.1:1/v1 (Ctrl-C stops it)\noperators' calls at /run/a.sock\n" in text
+    assert "\nthe live page at https://127.0.0.1:1/dashboard\n" in text
