@@ -18,6 +18,7 @@ from jaxpaged.kernel_choice import asked_kernels, check_attention
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.load_progress import LoadProgress
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
@@ -28,8 +29,9 @@ from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
-from jaxpaged.parallel.mesh_config import ModelCounts, check_mesh, read_mesh
+from jaxpaged.parallel.mesh_config import TABLE, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
+from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
@@ -39,6 +41,8 @@ from jaxpaged.traced_programs import TracedPrograms
 
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
+
+"""What the model is, its tokenizer, its weights."""
 
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
@@ -62,6 +66,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
     default_params_of(generation_config)  # a bad file is refused before the weights are read
     check_mesh(mesh, ModelCounts(facts.heads, facts.experts), len(jax.devices()))
+    if mesh.data > 1:
+        raise ConfigError(f"the mesh axis data {mesh.data} is not served yet; only 1 is", param="parallel.mesh")
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
     if description.is_encoder:
         refuse_other_pooling(files.path)
@@ -73,9 +79,11 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     kernels = asked_kernels(config.kernels)
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     room = room_here()
-    if room is not None:
+    # The check knows no parts of experts, nor tables other than the usual one; what does not fit then shows while it is loaded.
+    if room is not None and mesh.expert == 1 and mesh.table == TABLE:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
+    phase("load", f"loading the tokenizer of {files.name}")
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,
@@ -85,8 +93,10 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    phase("load", f"loading the weights of {files.name}")
+    loading = LoadProgress(files.name, functools.partial(phase, "load"))
     with memory_budget():
-        model = source.load(replica)
+        model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
@@ -115,6 +125,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             load_again=functools.partial(source.load, replica),
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
+            on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
         )
     intake = Intake(

@@ -11,9 +11,11 @@ import uvicorn
 from jaxpaged.config import LimitsConfig, ServerConfig
 from server.asgi_types import App
 from server.http_protocol import HttpProtocol
+from server.ledger import Ledger
 from server.request_ids import RequestIds
 
-CLOSE_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 0.5
+"""Time for connections to be closed, and then again for what still answers to end."""
 
 
 class HttpServer(uvicorn.Server):
@@ -25,6 +27,7 @@ class HttpServer(uvicorn.Server):
         sockets: closed at the end.
         tls: None: plain HTTP.
         ids: names requests that are refused before the app has them.
+        ledger: told of them; None: nobody is.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class HttpServer(uvicorn.Server):
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext | None = None,
         ids: RequestIds | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -50,6 +54,7 @@ class HttpServer(uvicorn.Server):
         )
         self._options, self._sockets, self._tls = options, sockets, tls
         self._ids = ids or RequestIds(LimitsConfig().max_request_id_chars)
+        self._ledger = ledger
         self.is_listening = asyncio.Event()
         """The app's own start is done, and connections are taken."""
 
@@ -73,7 +78,7 @@ class HttpServer(uvicorn.Server):
         self.is_listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes everything; what is still being answered is cut off after a second."""
+        """Closes everything; what is still being answered is cut off after `CLOSE_TIMEOUT_S`."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
@@ -91,4 +96,4 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
     def _connection(self) -> HttpProtocol:
-        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._options, self._ids)
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._options, self._ids, self._ledger)

@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -26,7 +27,7 @@ from jaxpaged.events import Sink
 from server.admin import create_admin_app
 from server.asgi_types import App
 from server.auth import ApiKeys
-from server.front import behind_front
+from server.front import behind_admin_front, behind_front
 from server.heartbeat import Heartbeat
 from server.http_server import HttpServer
 from server.listeners import url_of
@@ -38,9 +39,11 @@ from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, TICK_S, Watchdog
 
 LOG: Final = logging.getLogger("jaxpaged.server")
 POLL_S = 0.02
-TELL_REST_S = 2.0
+END_TIMEOUT_S = 4.0
+"""After the drain the process ends within this time and `FLUSH_S`, whatever hangs; below is what its steps may take."""
+TELL_REST_S = 1.0
 """Time for those that are told that there is no more time."""
-CLOSE_ENGINE_S = 5.0
+CLOSE_ENGINE_S = 1.0
 FLUSH_S = 0.5
 
 type MakeEngine = Callable[[Config, Sequence[Sink]], EngineClient]
@@ -132,9 +135,11 @@ class Serving:
         service, options = self._service, self._service.config.server
         app = behind_front(self._create_app(service), service, self._doors.keys)
         ids = RequestIds(service.config.limits.max_request_id_chars)
-        servers = [HttpServer(app, options, self._doors.public, self._doors.tls, ids)]
+        ledger = service.ledger
+        servers = [HttpServer(app, options, self._doors.public, self._doors.tls, ids, ledger)]
         if self._doors.admin:
-            servers.append(HttpServer(behind_front(create_admin_app(service), service, ApiKeys(())), options, self._doors.admin, ids=ids))
+            admin = behind_admin_front(create_admin_app(service), service, self._doors.keys)
+            servers.append(HttpServer(admin, options, self._doors.admin, ids=ids, ledger=ledger))
         running = [asyncio.create_task(server.serve()) for server in servers]
         try:
             for server, task in zip(servers, running, strict=True):
@@ -188,7 +193,9 @@ class Serving:
         num_open = service.ledger.num_open_generations
         message = f"told to stop: {num_open} requests are open and have {seconds:g} s" if num_open else "told to stop"
         service.emit(events.PhaseChanged(time_s=service.clocks.wall(), phase="drain", message=message))
-        if not await self._are_over_within(seconds):
+        are_over = await self._are_over_within(seconds)
+        threading.Thread(target=self._end_in_time, name="jaxpaged-end", daemon=True).start()
+        if not are_over:
             service.fail_open(ServerDrainingError("the server stops, and the answer was not done in time; ask another server, or later"))
             await self._are_over_within(TELL_REST_S)
 
@@ -224,6 +231,11 @@ class Serving:
             self.unlink_sockets()
             self._service.emit.flush(FLUSH_S)
         self._leave(status)
+
+    def _end_in_time(self) -> None:
+        """A supervisor waits for so long and then kills; whatever still hangs by then is not worth it."""
+        time.sleep(END_TIMEOUT_S)
+        self._leave_at_once(0)
 
     def unlink_sockets(self) -> None:
         """Removes the names of unix sockets, by which they were bound; their sockets may be closed."""

@@ -27,8 +27,8 @@ def memory_table(started: events.EngineStarted) -> list[str]:
 
 
 def phase_times(phases: Mapping[str, float], total_s: float) -> str:
-    """`ready in 8.1 s (resolve 0.1, load 2.0, pool 0.3, compile 5.6)`."""
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    """`ready in 8.1 s (find 0.1, load 2.0, pool 0.3, compile 5.4, warm up 0.2)`."""
+    parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in phases.items())
     return f"ready in {total_s:.1f} s" + (f" ({parts})" if parts else "")
 
 

@@ -71,6 +71,8 @@ _ANSWERS: Final = (
     *_own("truncate_prompt_tokens", "keep the last so many tokens of the prompt; -1: as many as fit"),
     *_own("return_token_ids", "prompt_token_ids and token_ids in the answer"),
     *_own("return_tokens_as_token_ids", "log-probabilities name tokens token_id:N"),
+    *_own("use_beam_search", "the n likeliest answers; not in a stream"),
+    *_own("length_penalty", "of a beam search: larger prefers longer answers"),
     *_own("timings", "ours: times and rates in the answer"),
 )
 
@@ -78,9 +80,7 @@ _LATER: Final = (
     *_refused("response_format", "structured output is not served yet", {"type": "text"}),
     *_refused("structured_outputs", "structured output is not served yet"),
     *_refused("guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern", "not served"),
-    *_refused("use_beam_search", "beam search is not served over HTTP", False),
     *_refused("best_of", "ask for n answers and choose among them", 1),
-    *_refused("length_penalty", "a part of beam search", 1, 1.0),
     *_refused("logprob_token_ids", "not served"),
     *_refused("truncation_side", "prompts are cut at their beginning", "left"),
     *_refused("spaces_between_special_tokens", "not served", True),
@@ -184,12 +184,24 @@ TOKENIZE: Final = (
     ),
     *_refused("tools", "tools are not served yet"),
     *_refused("chat_template", "templates of requests are not run: start the server with --chat-template"),
+    *_refused("media_io_kwargs mm_processor_kwargs", "this model takes text only"),
 )
 
 DETOKENIZE: Final = _served("model tokens")
 
 SCORE: Final = (
     *_served("model"),
+    *_refused(
+        "text_1 text_2 queries documents items data_1 data_2",
+        "no similarities and no rerankers here; how likely continuations of a prompt are is asked with prompt and continuation, and "
+        "vectors to compare are those of /v1/embeddings",
+    ),
+    *_refused("truncate_prompt_tokens", "what does not fit is refused"),
+    *_refused("truncation_side", "what does not fit is refused", "left"),
+    *_refused("activation use_activation softmax", "scores are natural logarithms"),
+    *_refused("mm_processor_kwargs", "this model takes text only"),
+    *_refused("add_special_tokens", "prompts are tokenized as in /v1/completions", True),
+    *_idle("user request_id"),
     *_own("prompt", "ours: a text or token ids"),
     *_own("continuation", "ours: a text or token ids, or a list of them"),
     *_own("priority", "lower goes first"),

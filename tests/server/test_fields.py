@@ -40,6 +40,11 @@ VLLM = {
     chat_template chat_template_kwargs""",
     "/v1/completions": f"{VLLM_SAMPLING} {VLLM_EXTRA} echo logprobs suffix prompt_embeds",
     "/v1/responses": "background include top_k min_p priority cache_salt session_id truncation",
+    "/v1/score": """text_1 text_2 queries documents items data_1 data_2 model user request_id priority truncate_prompt_tokens
+    truncation_side use_activation mm_processor_kwargs add_special_tokens cache_salt""",
+    "/tokenize": """model prompt messages add_special_tokens return_token_strs add_generation_prompt continue_final_message chat_template
+    chat_template_kwargs media_io_kwargs mm_processor_kwargs tools""",
+    "/detokenize": "model tokens",
 }
 
 STRUCTS = {
@@ -100,6 +105,7 @@ def test_refused_fields_pass_only_when_they_ask_for_nothing(path: str, field: fi
         "/v1/completions": {"prompt": "a"},
         "/v1/responses": {"input": "a"},
         "/v1/embeddings": {"input": "a"},
+        "/v1/score": {"prompt": "a", "continuation": "b"},
     }.get(path, {})
     reader: BodyReader[Any] = BodyReader(STRUCTS[path], TABLES[path])
     for value in (None, [], {}, *field.passes):
