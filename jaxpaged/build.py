@@ -91,8 +91,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
     num_programs = len(limits.token_buckets) * len(replicas)
-    num_from_cache = num_done = 0
-    num_weight_bytes = 0
+    num_from_cache = num_done = num_weight_bytes = 0
 
     def on_compiled(program: Compiled) -> None:
         nonlocal num_from_cache, num_done
