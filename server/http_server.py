@@ -12,6 +12,7 @@ from jaxpaged.config import LimitsConfig, ServerConfig
 from server.asgi_types import App
 from server.http_protocol import HttpProtocol
 from server.ledger import Ledger
+from server.listeners import BACKLOG
 from server.request_ids import RequestIds
 
 CLOSE_TIMEOUT_S = 0.5
@@ -70,8 +71,9 @@ class HttpServer(uvicorn.Server):
             raise RuntimeError("the app did not start; the log has the reason")
         loop = asyncio.get_running_loop()
         timeout_s = None if self._tls is None else self._options.header_timeout_s
+        # Without `backlog` the loop listens anew, for 100 connections at a time, and a burst of more is lost in the system.
         self.servers = [
-            await loop.create_server(self._connection, sock=listener, ssl=self._tls, ssl_handshake_timeout=timeout_s)
+            await loop.create_server(self._connection, sock=listener, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=timeout_s)
             for listener in self._sockets
         ]
         self.started = True
