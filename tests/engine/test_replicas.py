@@ -234,7 +234,7 @@ def test_tasks_are_served_by_all(script_tokenizer: Tokenizer) -> None:
         alone.add(prompt, str(index), max_tokens=9)
     alone.run()
     door = Door(script_tokenizer, 2)
-    with mock.patch.object(async_llm, "start_engine", lambda *_: Started(door.engine, door.intake)):
+    with mock.patch.object(async_llm, "start_engine", return_value=Started(door.engine, door.intake)):
         client = AsyncLLM(config=QUIET, sinks=[])
 
     async def work() -> list[list[int]]:
