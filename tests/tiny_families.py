@@ -381,9 +381,7 @@ def write_family_gguf(
             writer.add_uint32(name, value)
         else:
             writer.add_float32(name, value)
-    if architecture == "gpt-oss":
-        tensors = _as_in_gpt_oss(tensors)
-    for name, tensor in _experts_together(tensors).items():
+    for name, tensor in _experts_together(_as_in_gpt_oss(tensors) if architecture == "gpt-oss" else tensors).items():
         stored = np.squeeze(tensor)
         if architecture == "llama" and "q_proj" in name:
             stored = permute_rotary_rows(tensor, heads)
