@@ -50,7 +50,7 @@ compile-gpu: ## the GPU kernels compiled for H200 and H100, with no GPU, against
 	@$(SETUP) .venv-compile-gpu compile-gpu
 	.venv-compile-gpu/bin/python scripts/compile_kernels.py
 
-test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus)
+test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus and chromium; screenshots go to build/artefacts)
 	$(PYTEST) --tier system
 
 test-min-jax: ## contract, interpreter and batch = alone on the oldest jax we support, in .venv-min-jax

@@ -1,5 +1,6 @@
 """Building an engine on the device, once its files are there: load, pool, compile, ready; each phase is an event."""
 
+import functools
 import secrets
 from pathlib import Path
 
@@ -10,19 +11,27 @@ from jaxpaged.admission_limits import reserve_pages_of
 from jaxpaged.config import Config
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
+from jaxpaged.fit_check import FitCheck, room_here
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.intake import Intake, default_params_of
+from jaxpaged.kernel_choice import asked_kernels, check_attention
 from jaxpaged.kv_cache import cache_shape, count_pages, device_memory
 from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
+from jaxpaged.load_progress import LoadProgress
 from jaxpaged.loading.cache_folder import cache_home
 from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
+from jaxpaged.model_loader import make_replica
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
+from jaxpaged.parallel.cuts import replica_shape
+from jaxpaged.parallel.mesh_config import TABLE, ModelCounts, check_mesh, read_mesh
+from jaxpaged.parallel.replica import Replica
+from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
@@ -33,6 +42,8 @@ from jaxpaged.traced_programs import TracedPrograms
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
 
+"""What the model is, its tokenizer, its weights."""
+
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
     """A ready engine and its door; nothing is left behind when it fails.
@@ -42,6 +53,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     """
     emit, clocks, phase = report.emit, report.clocks, report.phase
     is_gpu = jax.default_backend() == "gpu"
+    mesh = read_mesh(config.parallel)
     num_threads = config.cpu.threads or available_cpus()
     programs_folder = _programs_folder(config)
     if programs_folder is not None and config.compilation.cache_dir is None:
@@ -53,12 +65,25 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     facts, description = source.described.facts, source.described.description
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
     default_params_of(generation_config)  # a bad file is refused before the weights are read
+    check_mesh(mesh, ModelCounts(facts.heads, facts.experts), len(jax.devices()))
+    if mesh.data > 1:
+        raise ConfigError(f"the mesh axis data {mesh.data} is not served yet; only 1 is", param="parallel.mesh")
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
     if description.is_encoder:
         refuse_other_pooling(files.path)
         _check_whole_prompts(limits)
-    _check_pool(config, facts, limits)
+    replica = None
+    if mesh.num_devices > 1:
+        replica = make_replica(source.described, replica_shape(mesh, facts.kv_heads), jax.devices()[: mesh.num_devices])
+    _check_pool(config, facts, limits, replica)
+    kernels = asked_kernels(config.kernels)
+    check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
+    room = room_here()
+    # The check knows no parts of experts, nor tables other than the usual one; what does not fit then shows while it is loaded.
+    if room is not None and mesh.expert == 1 and mesh.table == TABLE:
+        FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
+    phase("load", f"loading the tokenizer of {files.name}")
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,
@@ -68,8 +93,10 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
+    phase("load", f"loading the weights of {files.name}")
+    loading = LoadProgress(files.name, functools.partial(phase, "load"))
     with memory_budget():
-        model = source.load()
+        model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
     num_programs = len(limits.token_buckets)
     num_from_cache = num_done = 0
 
@@ -94,9 +121,11 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             max_parallel=config.compilation.max_parallel or num_threads,
             logprobs_mode=config.sampling.logprobs_mode,
             traced=TracedPrograms(programs_folder and programs_folder / "traced"),
-            load_again=source.load,
+            kernels=kernels,
+            load_again=functools.partial(source.load, replica),
             fits_context=config.model.max_model_len == "auto",
             on_compiled=on_compiled,
+            on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
             before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
         )
     intake = Intake(
@@ -120,6 +149,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         sink=emit,
         clocks=clocks,
     )
+    told = runner.told_kernels
     emit(
         events.EngineStarted(
             time_s=clocks.wall(),
@@ -135,6 +165,9 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
             platform=jax.default_backend(),
+            attention=told.attention,
+            kernels=told.kernels,
+            kernels_refused=told.refused,
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
@@ -151,18 +184,18 @@ def _check_whole_prompts(limits: StepLimits) -> None:
         )
 
 
-def _check_pool(config: Config, model: ModelFacts, limits: StepLimits) -> None:
+def _check_pool(config: Config, model: ModelFacts, limits: StepLimits, replica: Replica | None) -> None:
     """Refuses a pool that can hold nothing, or a reserve that leaves nothing of it, where its size is known before the weights are there.
 
     Raises:
         JaxpagedError: see `count_pages` and `reserve_pages_of`.
     """
-    if config.cache.memory is None and device_memory(jax.devices()[0]) is not None:
+    if config.cache.memory is None and device_memory(jax.devices()[:1]) is not None:
         return
     arithmetic = PageArithmetic(lay_out(model.windows).groups, config.cache.page_size)
     num_pages = count_pages(
         config.cache,
-        cache_shape(model, config.cache),
+        cache_shape(model, config.cache, num_parts=replica.shape.pool_parts if replica else 1),
         least_pages=arithmetic.peak_pages(1),
         most_pages=limits.most_pages(arithmetic),
         device=None,

@@ -1,6 +1,7 @@
 """What a server needs of an engine, and a request that has not begun."""
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
@@ -13,6 +14,7 @@ from jaxpaged.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxpaged.embeddings import EmbeddingRequestOutput
+    from jaxpaged.pool_map import PoolCopy
     from jaxpaged.scoring import ContinuationScore
 
 
@@ -118,6 +120,13 @@ class EngineClient(Protocol):
 
 
 @runtime_checkable
+class WatchedEngine(Protocol):
+    """What the live page asks of an engine beyond its events."""
+
+    async def pool_copy(self) -> "PoolCopy": ...
+
+
+@runtime_checkable
 class OperatedEngine(Protocol):
     """What operators may tell an engine; see docs/operations.md."""
 
@@ -134,3 +143,7 @@ class OperatedEngine(Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
 
     async def is_sleeping(self) -> bool: ...
+
+    async def start_profile(self, folder: Path) -> None: ...
+
+    async def stop_profile(self) -> None: ...

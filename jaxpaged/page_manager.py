@@ -11,7 +11,7 @@ layers share the pool (`kv_groups`): a page belongs to whichever group it was gi
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
@@ -64,6 +64,11 @@ class PageManager:
     def num_cached_idle(self) -> int:
         """Pages that nobody uses and a match may find."""
         return len(self._idle)
+
+    @property
+    def idle_pages(self) -> Collection[int]:
+        """Pages that nobody uses and a match may find, the next to be recycled first; a view."""
+        return self._idle.keys()
 
     @property
     def num_available(self) -> int:

@@ -46,7 +46,7 @@ _QUEUE_KEY = attrgetter("queue_key")
 
 
 class Scheduler:
-    """Owns all unfinished sequences and their page tables. Only the engine's thread calls it.
+    """Owns all unfinished sequences and their page tables; those in `running` have pages. Only the engine's thread calls it.
 
     Args:
         page_manager: the pool.
@@ -88,7 +88,7 @@ class Scheduler:
         self._budget = StepBudget(policy, max_num_batched_tokens, token_buckets)
         self._queue = WaitingQueue(policy.ageing_s)
         self._samples = SampleGroups(page_manager)
-        self._running = RunningSet(page_manager, self.max_num_seqs)
+        self.running = self._running = RunningSet(page_manager, self.max_num_seqs)
         self._rows = RunningRows(page_manager, self._queue, self._running)
         self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget, takes_whole_prompts)
         self._unfinished: dict[str, Sequence] = {}

@@ -42,6 +42,7 @@ HOST_MODULES = (
     "jaxpaged.options",
     "jaxpaged.output",
     "jaxpaged.page_manager",
+    "jaxpaged.pool_map",
     "jaxpaged.progress_bar",
     "jaxpaged.queue_group",
     "jaxpaged.request",

@@ -87,6 +87,10 @@ def open_checkpoint(files: "ModelFiles", *, load_format: str = "auto") -> Checkp
         from jaxpaged.loading.dummy import DummyCheckpoint
 
         return DummyCheckpoint(files.path)
+    if files.kind == "orbax":
+        from jaxpaged.loading.orbax_checkpoint import OrbaxCheckpoint
+
+        return OrbaxCheckpoint(files.path)
     checkpoint = _open(files)
     names = checkpoint.hf_config["architectures"]
     try:

@@ -159,7 +159,7 @@ def test_chat_and_system_use_the_template() -> None:
         (["--scheduler.target-itl-s", "0", "x"], "", ["scheduler.target_itl_s", "0"]),
         (["--scheduler.queue-timeout-s", "-1", "x"], "", ["scheduler.queue_timeout_s", "-1"]),
         (["--quantization", "awq", "x"], "", ["quantization 'awq'"]),
-        (["--tensor-parallel-size", "2", "x"], "", ["tensor_parallel_size 2"]),
+        (["--tensor-parallel-size", "0", "x"], "", ["parallel.tensor_parallel_size", "0"]),
         (["--config", "/no/such.yaml", "x"], "", ["/no/such.yaml"]),
         (["--log.file", "/no/such/folder/x.log", "x"], "", ["/no/such/folder/x.log"]),
         (["--trust-remote-code", "x"], "", ["trust_remote_code"]),

@@ -192,9 +192,17 @@ class DoorServer:
         app: behind the front.
         keys: of clients.
         tls: None: plain.
+        front: what stands before the app.
     """
 
-    def __init__(self, service: Service, app: App, keys: ApiKeys, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        app: App,
+        keys: ApiKeys,
+        tls: ssl.SSLContext | None,
+        front: Callable[[App, Service, ApiKeys], App] = behind_front,
+    ) -> None:
         self.service = service
         self._sockets = bind_port("127.0.0.1", 0)
         self.port: int = self._sockets[0].getsockname()[1]
@@ -202,7 +210,7 @@ class DoorServer:
         self.count = ClientCounts()
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self.server = HttpServer(behind_front(app, service, keys), service.config.server, self._sockets, tls)
+        self.server = HttpServer(front(app, service, keys), service.config.server, self._sockets, tls, ledger=service.ledger)
         self._thread = threading.Thread(target=self._run, name="door-server")
         self._thread.start()
         wait_until(lambda: self.server.started)
@@ -262,6 +270,7 @@ def door_server(
     keys: tuple[str, ...] = (),
     tls: ssl.SSLContext | None = None,
     log: EventLog | None = None,
+    front: Callable[[App, Service, ApiKeys], App] = behind_front,
 ) -> Iterator[DoorServer]:
     """A server over the loopback; without an engine it starts for ever."""
     own_log = EventLog()
@@ -269,7 +278,7 @@ def door_server(
     made = None if engine is None else engine(service)
     if made is not None:
         service.attach(made)
-    server = DoorServer(service, create_app(service), ApiKeys(keys), tls)
+    server = DoorServer(service, create_app(service), ApiKeys(keys), tls, front)
     try:
         yield server
         after_check(server, made, own_log)

@@ -18,6 +18,7 @@ from tests.server.door_server import Answer, ClientCounts, Connection, request_b
 PROGRAM = Path(__file__).with_name("scripted_program.py")
 COMMAND = (sys.executable, str(PROGRAM))
 START_TIMEOUT_S = 60.0
+MEMBERS_TIMEOUT_S = 10.0
 
 
 def completion(max_tokens: int = 4, **fields: Any) -> bytes:
@@ -118,10 +119,37 @@ class ServedProcess:
         return self.process.wait(timeout_s)
 
     def members(self) -> list[str]:
-        """What is alive of its session, zombies apart."""
+        """What is alive of its session after 10 s, zombies apart; the process beside the server sees the server's end, and then ends."""
+        deadline_s = time.monotonic() + MEMBERS_TIMEOUT_S
+        while (rows := self._rows()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return rows
+
+    def pids(self) -> list[int]:
+        """Of its session: the server, and then what it has started."""
+        pids = [int(row.split()[0]) for row in self._rows()]
+        return sorted(pids, key=lambda pid: pid != self.process.pid)
+
+    def _rows(self) -> list[str]:
         listed = subprocess.run(["ps", "-e", "-o", "pid=,sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
         rows = (line.split(None, 3) for line in listed.splitlines())
         return [" ".join(row) for row in rows if row[1] == str(self.process.pid) and not row[2].startswith("Z")]
+
+    def sockets(self) -> tuple[set[int], set[str]]:
+        """What it and its children may be reached by: ports of TCP that they listen on and of UDP, and names of unix sockets."""
+        inodes = {os.readlink(file) for pid in self.pids() for file in Path(f"/proc/{pid}/fd").iterdir()}
+        ports: set[int] = set()
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            for row in Path(f"/proc/{self.process.pid}/net/{table}").read_text().splitlines()[1:]:
+                words = row.split()
+                if f"socket:[{words[9]}]" in inodes and (table.startswith("udp") or words[3] == "0A"):
+                    ports.add(int(words[1].rpartition(":")[2], 16))
+        names = set()
+        for row in Path(f"/proc/{self.process.pid}/net/unix").read_text().splitlines()[1:]:
+            words = row.split()
+            if f"socket:[{words[6]}]" in inodes and len(words) > 7:
+                names.add(words[7])
+        return ports, names
 
     def check_books(self) -> None:
         """What clients saw is what /metrics tells, and nothing is left; unless it is gone, was told to go, or is shut to us."""

@@ -92,5 +92,5 @@ def test_those_that_wait_are_told(chat_tokenizer: Tokenizer, how: str) -> None:
         gate.set()
         asking.join(20)
         assert (replies[0].status, replies[0].error["code"]) == (503, "request_aborted" if how == "pause" else "engine_dead")
-        assert not len(server.engine._thread.held)
+        wait_until(lambda: not len(server.engine._thread.held))
         server.tracebacks.clear()
