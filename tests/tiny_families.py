@@ -385,10 +385,8 @@ def write_family_gguf(
         tensors = _as_in_gpt_oss(tensors)
     for name, tensor in _experts_together(tensors).items():
         stored = np.squeeze(tensor)
-        if architecture == "llama" and "q_proj" in name:
-            stored = permute_rotary_rows(tensor, heads)
-        elif architecture == "llama" and "k_proj" in name:
-            stored = permute_rotary_rows(tensor, kv_heads)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            stored = permute_rotary_rows(tensor, heads if "q_proj" in name else kv_heads)
         elif architecture.startswith("gemma") and "norm" in name:
             stored = tensor + np.float32(1)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
