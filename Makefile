@@ -51,7 +51,7 @@ compile-gpu: ## the GPU kernels and a whole step compiled for H200 and H100, wit
 	.venv-compile-gpu/bin/python scripts/compile_kernels.py
 	.venv-compile-gpu/bin/python scripts/compile_step.py
 
-test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus)
+test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus and chromium; screenshots go to build/artefacts)
 	$(PYTEST) --tier system
 
 test-min-jax: ## contract, interpreter and batch = alone on the oldest jax we support, in .venv-min-jax

@@ -14,6 +14,7 @@ from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
+from jaxpaged.loading.orbax_checkpoint import OrbaxCheckpoint
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
 from jaxpaged.models import Family, find_architecture, load_family, make_config
 from jaxpaged.parallel.cuts import ReplicaShape, cut_parameters
@@ -130,12 +131,20 @@ def make_replica(described: DescribedModel, shape: ReplicaShape, devices: Sequen
     return Replica.over(devices, shape, cut_parameters(structure.family.WEIGHTS, structure.config.axis_sizes, shape))
 
 
-def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+def convert_weights(
+    checkpoint: Checkpoint,
+    described: DescribedModel,
+    *,
+    num_threads: int = 1,
+    seed: int = 0,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> dict[str, np.ndarray]:
     """The checkpoint's weights as the model takes them: parameter path -> aligned array, in the order of the leaves.
 
     Args:
         num_threads: tensors that are converted at the same time.
         seed: of random weights, where the checkpoint is a config alone.
+        on_bytes: told the size of each part as it is there; from several threads, one at a time.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
@@ -143,7 +152,17 @@ def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_th
     family, config, _, _, expected = described.structure()
     if isinstance(checkpoint, DummyCheckpoint):
         return draw(expected, seed)
-    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        return checkpoint.read_parameters(expected, on_bytes=on_bytes)
+    return fill(
+        checkpoint,
+        family.WEIGHTS,
+        expected,
+        config.axis_sizes,
+        may_be_unread=_UNREAD,
+        num_threads=num_threads,
+        on_bytes=on_bytes,
+    )
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:

@@ -22,6 +22,7 @@ COMMANDS = (
     Command(name="chat", module="chat", summary="talk with a model in the terminal", aliases=("run",)),
     Command(name="plan", module="plan", summary="say how a model fits in memory, from its config alone"),
     Command(name="pull", module="pull", summary="fetch a model into the cache folder"),
+    Command(name="convert", module="convert", summary="write a model as an Orbax checkpoint"),
     Command(name="ls", module="list_models", summary="list the models that are known and pulled"),
     Command(name="rm", module="remove", summary="remove pulled models"),
     Command(name="bench", module="bench", summary="measure throughput, latency, start-up, or any OpenAI server"),
