@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.api import open_own_sinks, settle_config
@@ -22,6 +23,7 @@ from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
 from jaxpaged.pool_map import PoolCopy, copy_pool
+from jaxpaged.profiler import Profiler
 from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
@@ -57,6 +59,7 @@ class AsyncLLM:
             self._close_sinks()
             raise
         self._thread = EngineThread(self._engine)
+        self._profiler = Profiler()
         self._is_closed = False
         self._close_lock = threading.Lock()
         self._tokenizer_pool = concurrent.futures.ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "jaxpaged-tokenizer")
@@ -274,6 +277,14 @@ class AsyncLLM:
         """Whether `sleep` was called and `wake_up` has not ended it."""
         return await self._thread.call(lambda engine: engine.control.is_sleeping)
 
+    async def start_profile(self, folder: Path) -> None:
+        """Begins a trace by JAX's profiler; see `Profiler.start`."""
+        await asyncio.to_thread(self._profiler.start, folder)
+
+    async def stop_profile(self) -> None:
+        """Writes the trace; see `Profiler.stop`."""
+        await asyncio.to_thread(self._profiler.stop)
+
     pause_generation, resume_generation = pause, resume
     """vLLM's names."""
 
@@ -298,6 +309,7 @@ class AsyncLLM:
             if not self._is_closed:
                 self._thread.close()
                 self._tokenizer_pool.shutdown(wait=True)
+                self._profiler.close()
                 self._close_sinks()
                 self._is_closed = True
 

@@ -143,6 +143,10 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     paged_attention: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of attention over the page pool; none: the best for model and device")
     ] = None
+    kv_write: Annotated[
+        Literal["reference", "xla", "mosaic_gpu"] | None,
+        _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
+    ] = None
     grouped_matmul: Annotated[
         Literal["reference", "xla"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None
@@ -197,6 +201,9 @@ class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allowed_origins: Annotated[tuple[str, ...], _doc("web pages' origins that browsers may call from (CORS), or *; none: no page")] = ()
     admin_port: Annotated[int | None, _doc("port of 127.0.0.1 for operators' calls; none: no such port", ge=0, le=65535)] = None
     admin_socket: Annotated[str | None, _doc("unix socket for operators' calls, open to its owner alone; none: no such socket")] = None
+    profile_dir: Annotated[
+        str | None, _doc("folder that operators' calls may have JAX's profiler write traces into; none: they may not")
+    ] = None
     max_body: Annotated[int, _doc("size of a request's body; more is refused with 413", ge=1024, le=GIB, extra=BYTES)] = 4 * MIB
     max_headers: Annotated[int, _doc("headers of a request; more are refused with 431", ge=8, le=10_000)] = 100
     max_header_size: Annotated[
@@ -210,8 +217,18 @@ class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, _doc("seconds that an answer may wait for a client that does not read; it is aborted then", gt=0, le=3600)
     ] = 30.0
     send_buffer: Annotated[
-        int, _doc("size of the system's buffer per connection for what is sent, and of ours", ge=4 * KIB, le=16 * MIB, extra=BYTES)
+        int, _doc("size of the system's buffer per connection for what is sent", ge=4 * KIB, le=16 * MIB, extra=BYTES)
     ] = 64 * KIB
+    max_unsent: Annotated[
+        int,
+        _doc(
+            "size of what waits beside it for a client that does not keep up; then an answer's tokens are merged",
+            ge=4 * KIB,
+            le=64 * MIB,
+            extra=BYTES,
+        ),
+    ] = 256 * KIB
+    max_unsent_events: Annotated[int, _doc("events of a stream that wait so; then tokens are merged", ge=1, le=1_000_000)] = 1000
     ping_interval_s: Annotated[float, _doc("seconds of silence in a stream after which a comment keeps it open", gt=0, le=3600)] = 15.0
     drain_timeout_s: Annotated[
         float, _doc("seconds that running requests get to end after the server was told to stop", ge=0, le=86_400)

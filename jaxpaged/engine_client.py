@@ -1,6 +1,7 @@
 """What a server needs of an engine, and a request that has not begun."""
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
@@ -142,3 +143,7 @@ class OperatedEngine(Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
 
     async def is_sleeping(self) -> bool: ...
+
+    async def start_profile(self, folder: Path) -> None: ...
+
+    async def stop_profile(self) -> None: ...

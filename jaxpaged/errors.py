@@ -154,6 +154,13 @@ class AuthenticationError(JaxpagedError):
     http_status = 401
 
 
+class ForbiddenError(JaxpagedError):
+    """Nobody is let in this way, with whatever key."""
+
+    code = "forbidden"
+    http_status = 403
+
+
 class BodyTooLargeError(JaxpagedError):
     """The body of a request is larger than the limit."""
 

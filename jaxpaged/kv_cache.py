@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxpaged.config import MIB, CacheConfig
 from jaxpaged.errors import MemoryBudgetError
@@ -70,28 +70,6 @@ def make_cache(shape: CacheShape, num_pages: int, sharding: jax.sharding.Shardin
     """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out. `sharding`: None: on the first device."""
     dims = (shape.layers, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
     return KVCache(jnp.zeros(dims, shape.dtype, device=sharding), jnp.zeros(dims, shape.dtype, device=sharding))
-
-
-def write(
-    cache: KVCache,
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    layer: Int32[Array, ""],
-    write_pages: Int32[Array, "tokens"],
-    write_offsets: Int32[Array, "tokens"],
-) -> KVCache:
-    """Puts each token's key and value at its page and offset; pages beyond the pool (padding) are dropped."""
-
-    def put(pool: Array, new: Array) -> Array:
-        limit = float(jnp.finfo(pool.dtype).max)
-        if limit < float(jnp.finfo(new.dtype).max):
-            # The cast would turn what is too large into NaN or infinity, which would then spread over the whole answer.
-            # In float32, since bfloat16 has no number between 65280 and 65536.
-            new = jnp.clip(new.astype(jnp.float32), -limit, limit)
-        at = pool.at[layer, write_pages, :, write_offsets]
-        return at.set(new.astype(pool.dtype), mode="drop", unique_indices=True)
-
-    return KVCache(put(cache.k, k), put(cache.v, v))
 
 
 def count_pages(

@@ -84,6 +84,7 @@ class ModelRunner:
         load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
+        on_warmed: Callable[[int, int], None] = lambda *_: None,
         before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
     ) -> None:
         """Allocates the pool, compiles every bucket and runs a first, empty step.
@@ -100,6 +101,7 @@ class ModelRunner:
             load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
+            on_warmed: called with the number of first steps that are done, and of all of them; with 0 before the first.
             before_compiling: called once the pool is there.
 
         Raises:
@@ -153,8 +155,11 @@ class ModelRunner:
         self._watch = CompilationWatch()
         try:
             # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
-            for layout in self.layouts[:1] if device is None else self.layouts:
+            tried = self.layouts[:1] if device is None else self.layouts
+            on_warmed(0, len(tried))
+            for index, layout in enumerate(tried):
                 np.asarray(self.run(layout, self._idle_blob(layout)))
+                on_warmed(index + 1, len(tried))
         except BaseException:
             self._watch.close()
             raise

@@ -23,9 +23,9 @@ class HealthBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     status: str
     reason: str = ""
-    phase: str = ""
-    done: int = 0
-    total: int = 0
+    phase: str | msgspec.UnsetType = msgspec.UNSET
+    done: int | msgspec.UnsetType = msgspec.UNSET
+    total: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Health(NamedTuple):

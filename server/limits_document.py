@@ -21,6 +21,8 @@ LIMITS: Final = (
     Limit("server.max_connections", "503, then closed"),
     Limit("server.header_timeout_s", "408, then closed"),
     Limit("server.body_timeout_s", "408, then closed"),
+    Limit("server.max_unsent", "tokens are merged"),
+    Limit("server.max_unsent_events", "tokens are merged"),
     Limit("server.slow_client_timeout_s", "cut off"),
     Limit("limits.max_body_parts", "400, before the body is parsed"),
     Limit("limits.max_n", "400, `n`"),

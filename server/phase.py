@@ -22,7 +22,7 @@ class Phase(enum.StrEnum):
 class StartUp(NamedTuple):
     """How far the start is: what is done now, and `done` of `total` parts of it (0 of 0: not in parts)."""
 
-    phase: str = "resolve"
+    phase: str = "find"
     message: str = "starting"
     done: int = 0
     total: int = 0

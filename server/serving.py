@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -26,7 +27,7 @@ from jaxpaged.events import Sink
 from server.admin import create_admin_app
 from server.asgi_types import App
 from server.auth import ApiKeys
-from server.front import behind_front
+from server.front import behind_admin_front, behind_front
 from server.heartbeat import Heartbeat
 from server.http_server import HttpServer
 from server.listeners import url_of
@@ -38,9 +39,12 @@ from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, TICK_S, Watchdog
 
 LOG: Final = logging.getLogger("jaxpaged.server")
 POLL_S = 0.02
-TELL_REST_S = 2.0
-"""Time for those that are told that there is no more time."""
-CLOSE_ENGINE_S = 5.0
+END_TIMEOUT_S = 4.0
+"""After the drain the process ends within this time and `FLUSH_S`, whatever hangs."""
+TELL_REST_S = 1.0
+"""Of it: time for those that are told that there is no more time."""
+CLOSE_ENGINE_S = 3.0
+"""Of it, at most: for the engine to give its memory back."""
 FLUSH_S = 0.5
 
 type MakeEngine = Callable[[Config, Sequence[Sink]], EngineClient]
@@ -132,9 +136,11 @@ class Serving:
         service, options = self._service, self._service.config.server
         app = behind_front(self._create_app(service), service, self._doors.keys)
         ids = RequestIds(service.config.limits.max_request_id_chars)
-        servers = [HttpServer(app, options, self._doors.public, self._doors.tls, ids)]
+        ledger = service.ledger
+        servers = [HttpServer(app, options, self._doors.public, self._doors.tls, ids, ledger)]
         if self._doors.admin:
-            servers.append(HttpServer(behind_front(create_admin_app(service), service, ApiKeys(())), options, self._doors.admin, ids=ids))
+            admin = behind_admin_front(create_admin_app(service), service, self._doors.keys)
+            servers.append(HttpServer(admin, options, self._doors.admin, ids=ids, ledger=ledger))
         running = [asyncio.create_task(server.serve()) for server in servers]
         try:
             for server, task in zip(servers, running, strict=True):
@@ -188,7 +194,9 @@ class Serving:
         num_open = service.ledger.num_open_generations
         message = f"told to stop: {num_open} requests are open and have {seconds:g} s" if num_open else "told to stop"
         service.emit(events.PhaseChanged(time_s=service.clocks.wall(), phase="drain", message=message))
-        if not await self._are_over_within(seconds):
+        are_over = await self._are_over_within(seconds)
+        threading.Thread(target=self._end_in_time, name="jaxpaged-end", daemon=True).start()
+        if not are_over:
             service.fail_open(ServerDrainingError("the server stops, and the answer was not done in time; ask another server, or later"))
             await self._are_over_within(TELL_REST_S)
 
@@ -225,6 +233,11 @@ class Serving:
             self._service.emit.flush(FLUSH_S)
         self._leave(status)
 
+    def _end_in_time(self) -> None:
+        """A supervisor waits for so long and then kills; whatever still hangs by then is not worth it."""
+        time.sleep(END_TIMEOUT_S)
+        self._leave_unclosed()
+
     def unlink_sockets(self) -> None:
         """Removes the names of unix sockets, by which they were bound; their sockets may be closed."""
         for path in self._unix_paths:
@@ -236,14 +249,19 @@ class Serving:
         self._watchdog.stop()
         engine = self._service.engine
         if engine is None:
-            self._leave_at_once(0)
+            self._leave_unclosed()
             return 0
         closing = threading.Thread(target=engine.close, name="jaxpaged-close", daemon=True)
         closing.start()
         closing.join(CLOSE_ENGINE_S)
         if closing.is_alive():
-            self._leave_at_once(0)
+            self._leave_unclosed()
         return 0
+
+    def _leave_unclosed(self) -> None:
+        """The engine does not say that it has stopped: it hangs, is slow, or is not there yet."""
+        self._service.emit(events.EngineStopped(time_s=self._service.clocks.wall()))
+        self._leave_at_once(0)
 
 
 def _say_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

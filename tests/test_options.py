@@ -1,6 +1,7 @@
 """Options from every source: what is read, what wins, and the sentence for what is refused."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import options
-from jaxpaged.config import REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
+from jaxpaged.config import ALIASES, REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.option_values import parse_size
 from tests.sample_options import ANOTHER_VALUE
@@ -120,6 +121,16 @@ def test_bad_yaml_is_one_sentence(text: str, parts: list[str], tmp_path: Path) -
     file.write_text(text, encoding="utf-8")
     message = refusal(config_path=file)
     assert [part for part in parts if part not in message] == []
+
+
+def test_every_variable_that_a_page_names_is_one() -> None:
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *root.glob("docs/*.md"), *(path for path in (root / "configs").rglob("*") if path.is_file())]
+    named = {name for page in pages for name in re.findall(r"\bJAXPAGED_[A-Z0-9_]+", page.read_text(encoding="utf-8"))}
+    known = {option.env for option in options.option_table().values()}
+    known |= {f"JAXPAGED_{alias.upper()}" for alias in ALIASES} | options.ENV_NOT_OPTIONS
+    assert len(named) >= 4
+    assert named <= known
 
 
 def test_what_a_service_called_jaxpaged_puts_into_containers_is_no_option() -> None:

@@ -193,9 +193,9 @@ def test_no_tracked_file_names_a_package_index() -> None:
     assert not [path for path in tracked_files() if path.name in {"uv.lock", "poetry.lock"}]
 
 
-@pytest.mark.parametrize("client", ["openai_node", "ai_sdk"])
+@pytest.mark.parametrize("client", ["clients/openai_node", "clients/ai_sdk", "browser/dashboard"])
 def test_a_lock_of_npm_has_hashes_and_no_addresses(client: str) -> None:
-    path = CLIENTS / client / "package-lock.json"
+    path = ROOT / "tests" / client / "package-lock.json"
     assert path in tracked_files()
     own, *packages = json.loads(path.read_text(encoding="utf-8"))["packages"].values()
     assert own["dependencies"] == json.loads(path.with_name("package.json").read_text(encoding="utf-8"))["dependencies"]

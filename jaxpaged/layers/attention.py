@@ -8,12 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpaged.batch import StepBatch
-from jaxpaged.kv_cache import KVCache, write
+from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.kv_places import KVPlace
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope
 from jaxpaged.layers.shards import KV
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
 
@@ -68,10 +69,12 @@ class Attention(nnx.Module):
         num_tokens = x.shape[0]
         q = self._in_heads(self.q(x), self.q_norm)
         k = self._in_heads(self.k(x), self.k_norm)
-        if rope is not None:
-            q, k = rope.rotate_queries(q), rope.rotate(k)
         v = self._in_heads(self.v(x), None)
-        cache = write(cache, k, v, place.layer, batch.write_pages[place.group], batch.write_offsets)
+        cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
+        pages, offsets = batch.write_pages[place.group], batch.write_offsets
+        q, *pools = kv_write(q, k, v, cache.k, cache.v, pages, offsets, cos=cos, sin=sin, layer=place.layer)
+        cache = KVCache(*pools)
+        q = q if rope is None else rope.scale_queries(q)
         attended = paged_attention(
             q,
             cache.k,

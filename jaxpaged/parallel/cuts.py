@@ -6,6 +6,7 @@ device holds whole heads, and the query heads that it holds belong to its own ke
 and there are several of those, its query heads are not neighbours, but an equal share of each key head's.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -144,11 +145,12 @@ def _runs_of_heads(heads: int, kv_heads: int, replica: ReplicaShape) -> list[lis
     """Each device's share of the query heads of each of its key heads. `group` divides those of one: it has no part in common with kv."""
     per_kv_head, own_kv_heads = heads // kv_heads, kv_heads // replica.kv
     share = per_kv_head // replica.group
-    return [
-        [
-            (kv_head * per_kv_head + group * share, kv_head * per_kv_head + (group + 1) * share)
-            for kv_head in range(kv * own_kv_heads, (kv + 1) * own_kv_heads)
-        ]
-        for kv in range(replica.kv)
-        for group in range(replica.group)
-    ]
+    runs: list[list[tuple[int, int]]] = []
+    for kv, group in itertools.product(range(replica.kv), range(replica.group)):
+        own: list[tuple[int, int]] = []
+        for kv_head in range(kv * own_kv_heads, (kv + 1) * own_kv_heads):
+            first = kv_head * per_kv_head + group * share
+            # Neighbours are one run, so that a part is a view of the whole.
+            own = [*own[:-1], (own[-1][0], first + share)] if own and own[-1][1] == first else [*own, (first, first + share)]
+        runs.append(own)
+    return runs

@@ -87,20 +87,22 @@ def check_mesh(mesh: MeshShape, model: ModelCounts, num_devices: int) -> None:
     Raises:
         ConfigError: with the values that are allowed.
     """
-    limits = {
-        "tensor": (model.heads, f"the model's {counted(model.heads, 'head')}") if "heads" in mesh.table else (None, ""),
-        "expert": (model.experts, f"the model's {counted(model.experts, 'expert')}" if model.experts > 1 else "no experts of this model"),
-    }
-    for axis, (dealt, what) in limits.items():
+    dealt: dict[str, tuple[int, str]] = {"expert": (model.experts, counted(model.experts, "expert"))}
+    if "heads" in mesh.table:
+        dealt["tensor"] = (model.heads, counted(model.heads, "head"))
+    if mesh.expert > 1 == model.experts:
+        raise ConfigError(
+            f"the mesh axis expert is {mesh.expert}, and the model is no mixture of experts; allowed: 1", param=_param("expert")
+        )
+    for axis, (number, what) in dealt.items():
         count = getattr(mesh, axis)
-        if dealt is not None and dealt % count:
-            allowed = [size for size in range(1, dealt + 1) if dealt % size == 0]
-            raise ConfigError(f"{_named(axis)} {count} does not divide {what}; allowed: {_listed(allowed)}", param=_param(axis))
+        if number % count:
+            allowed = [size for size in range(1, number + 1) if number % size == 0]
+            raise ConfigError(f"{_named(axis)} {count} does not divide the model's {what}; allowed: {_listed(allowed)}", param=_param(axis))
     if mesh.num_devices > num_devices:
         axis = max(AXES, key=lambda axis: getattr(mesh, axis))
-        dealt = limits[axis][0] if axis in limits else None
         others = mesh.num_devices // getattr(mesh, axis)
-        allowed = [size for size in range(1, num_devices // others + 1) if dealt is None or dealt % size == 0]
+        allowed = [size for size in range(1, num_devices // others + 1) if axis not in dealt or dealt[axis][0] % size == 0]
         used = f"; allowed for {_named(axis)}: {_listed(allowed)}" if allowed else "; the other axes alone need more"
         raise ConfigError(
             f"{_described(mesh)} needs {counted(mesh.num_devices, 'device')} and JAX has {counted(num_devices, 'device')}{used}",

@@ -119,6 +119,7 @@ def test_chat_and_system_use_the_template() -> None:
     for argv, prompt in (
         (["--chat", "hi"], "<user>hi"),
         (["--system", "be kind", "hi"], "<system>be kind<user>hi"),
+        (["--chat", ""], "<user>"),
         (["--raw", "hi"], "hi"),
         (["hi"], "hi"),
     ):
@@ -136,6 +137,7 @@ def test_chat_and_system_use_the_template() -> None:
         (["--file", "x", "prompt"], "", ["choose one"]),
         (["--chat", "--raw", "x"], "", ["--raw", "--chat"]),
         (["\udcff"], "", ["prompt 0", "UTF-8"]),
+        (["x", ""], "", ["prompt 1 is empty"]),
         (["--temperature", "-1", "x"], "", ["temperature", "-1"]),
         (["--temperature", "nan", "x"], "", ["temperature", "nan"]),
         (["--temperature", "hot", "x"], "", ["--temperature", "'hot'"]),

@@ -18,19 +18,25 @@ def test_the_start_says_what_it_took_and_why_not_the_others(tiny_folder: Path, p
         log = EventLog()
         start_tiny(tiny_folder, programs=programs, sinks=[log]).engine.close()
         (started,) = log.of(events.EngineStarted)
-        assert (started.attention, started.kernels) == ("xla", ("paged_attention xla",))
+        assert (started.attention, started.kernels) == ("xla", ("kv_write xla", "paged_attention xla"))
         reason = "it needs an NVIDIA GPU of compute capability 9.0, and this program is for another device"
-        assert started.kernels_refused == (f"paged_attention mosaic_gpu: {reason}",)
+        assert started.kernels_refused == tuple(f"{op} mosaic_gpu: {reason}" for op in ("kv_write", "paged_attention"))
 
 
 def test_an_implementation_that_is_asked_for_runs(tiny_folder: Path, programs: Path) -> None:
     log = EventLog()
     started = start_tiny(
-        tiny_folder, programs=programs, sinks=[log], paged_attention="reference", token_buckets=(16,), max_num_batched_tokens=16
+        tiny_folder,
+        programs=programs,
+        sinks=[log],
+        paged_attention="reference",
+        kv_write="reference",
+        token_buckets=(16,),
+        max_num_batched_tokens=16,
     )
     started.engine.close()
     (event,) = log.of(events.EngineStarted)
-    assert (event.attention, event.kernels) == ("reference", ("paged_attention reference",))
+    assert (event.attention, event.kernels) == ("reference", ("kv_write reference", "paged_attention reference"))
     assert "paged_attention xla: reference was asked for" in event.kernels_refused
 
 

@@ -387,4 +387,5 @@ def test_a_program_compiled_after_ready_is_not_drawn() -> None:
 
 def test_finding_the_model_is_not_drawn() -> None:
     """A pull draws its own bar there, and would find the cursor in the middle of a line."""
-    assert startup_renderer(80)(events.PhaseChanged(time_s=START_S, phase="resolve", message="finding a model")) == b""
+    for phase in ("find", "download"):
+        assert startup_renderer(80)(events.PhaseChanged(time_s=START_S, phase=phase, message="finding a model")) == b""

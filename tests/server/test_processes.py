@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -109,8 +110,11 @@ def test_while_it_loads_it_answers_and_can_be_stopped(tmp_path: Path, number: si
 
 
 def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
-    with served_process(tmp_path, SCRIPTED_FAULT="raise", SCRIPTED_FAULT_STEP="20", **SLOW) as served:
+    admin = tmp_path / "admin.sock"
+    arguments, places = ("--server.admin-socket", "~/admin.sock"), {"HOME": str(tmp_path)}
+    with served_process(tmp_path, *arguments, SCRIPTED_FAULT="raise", SCRIPTED_FAULT_STEP="20", **SLOW, **places) as served:
         served.wait_ready()
+        assert admin.exists()
         streams = [served.stream(400) for _ in range(3)]
         began_s = time.monotonic()
         for stream in streams:
@@ -119,6 +123,7 @@ def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
         assert [served.ask("GET", path).status for path in ("/livez", "/health")] == [503, 503]
         assert served.status(5) == 70
         assert "the device is on fire" in served.err
+        assert not admin.exists()
         assert served.members() == []
 
 
@@ -136,6 +141,19 @@ def test_a_stuck_engine_ends_the_process(tmp_path: Path) -> None:
         assert served.status(5) == 70
         assert "scripted_program.py" in served.err, "the stack of the step that hangs"
         assert served.members() == []
+
+
+def test_a_step_that_hangs_does_not_hold_the_end_up(tmp_path: Path) -> None:
+    """Told to stop while it is stuck and nobody knows yet: the client is told, and the process ends before a supervisor would kill it."""
+    arguments = ("--server.drain-timeout-s", "0.2")
+    with served_process(tmp_path, *arguments, SCRIPTED_FAULT="hang", SCRIPTED_FAULT_STEP="10", **SLOW) as served:
+        served.wait_ready()
+        stream = served.stream(400)
+        served.signal(signal.SIGTERM)
+        assert b'"code":"server_draining"' in stream.read().body
+        assert served.status(30) == 0, "the watchdog would end it with 70 after a minute"
+        assert served.err.rstrip().endswith("stopped")
+        check_clean(served)
 
 
 def test_a_step_that_holds_the_interpreter_lock_ends_the_process(tmp_path: Path) -> None:
@@ -222,7 +240,10 @@ def test_a_taken_port_is_one_sentence_before_anything_is_loaded(tmp_path: Path) 
 
 
 def test_a_real_model_from_the_command_line(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Nothing scripted: load, pool, programs; two samples of a text; the report's figures; an end in the middle of a stream."""
+    """Nothing scripted: load, pool, programs; two samples of a text; the report's figures; an end in the middle of a stream.
+
+    It is reached by what it was told to open, and by nothing else.
+    """
     model = tmp_path / "tiny"
     model.mkdir()
     write_tiny_llama(model)
@@ -231,20 +252,28 @@ def test_a_real_model_from_the_command_line(tmp_path: Path, pytestconfig: pytest
     command, cache = (sys.executable, "-m", "server"), pytestconfig.cache
     assert cache is not None
     programs = ("--compilation.cache-dir", str(cache.mkdir("programs")))
-    with served_process(tmp_path, *options, *small, *programs, command=command, PYTHONPATH=str(ROOT)) as served:
+    admin_port, admin = free_port(), tmp_path / "admin.sock"
+    doors = ("--server.admin-port", str(admin_port), "--server.admin-socket", "~/admin.sock")
+    places = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    with served_process(tmp_path, *options, *small, *programs, *doors, command=command, **places) as served:
         served.wait_ready()
+        assert stat.S_IMODE(admin.stat().st_mode) == 0o600
         assert re.search(
-            r"^tiny: ready in [0-9.]+ s \(resolve [0-9.]+, load [0-9.]+, pool [0-9.]+, compile [0-9.]+\)$", served.out, re.MULTILINE
+            r"^tiny: ready in [0-9.]+ s \(find [0-9.]+, load [0-9.]+, pool [0-9.]+, compile [0-9.]+, warm up [0-9.]+\)$",
+            served.out,
+            re.MULTILINE,
         )
         assert re.search(r"^  page pool +[0-9.]+ MiB$", served.out, re.MULTILINE)
         first, again = (served.ask("POST", "/v1/completions", completion(8, model="tiny")) for _ in range(2))
         assert first.status == again.status == 200
         assert first.json["choices"] == again.json["choices"]
         assert served.ask("GET", "/health").json == {"status": "ready"}
+        assert served.sockets() == ({served.port, admin_port}, {str(admin)})
         stream = served.stream(300)
         served.signal(signal.SIGTERM)
         assert stream.read().body.endswith(b"data: [DONE]\n\n")
         assert served.status(15) == 0
+        assert not admin.exists()
         check_clean(served)
 
 

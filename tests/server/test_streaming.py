@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import events
-from jaxpaged.config import Config, LogConfig, ServerConfig
+from jaxpaged.config import KIB, Config, LogConfig, ServerConfig
 from jaxpaged.tokenizer import Tokenizer
 from server.http_protocol import ChunkWriter
 from server.ledger import End
@@ -222,7 +222,8 @@ def test_a_client_that_does_not_read_is_bounded_and_dropped(chat_tokenizer: Toke
 
 def test_a_slow_reader_gets_everything_in_fewer_events(chat_tokenizer: Tokenizer) -> None:
     runner = slowed(talker(chat_tokenizer, max_model_len=8192, num_pages=600), 0.0005)
-    with live_server(chat_tokenizer, runner) as server:
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(max_unsent=64 * KIB))
+    with live_server(chat_tokenizer, runner, config) as server:
         body = {**LONG, "max_tokens": 250, "logprobs": True, "top_logprobs": 20}
         whole = server.post("/v1/chat/completions", body)
         connection = server.open("/v1/chat/completions", {**body, "stream": True}, receive_buffer=4096)

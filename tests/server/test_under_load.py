@@ -43,7 +43,7 @@ def is_at_rest(server: DoorServer) -> bool:
     return not inner.has_work and inner.pages.num_in_use == 0 and server.service.ledger.num_open == 0
 
 
-QUICK = Config(server=ServerConfig(send_buffer=4 * KIB, slow_client_timeout_s=0.5))
+QUICK = Config(server=ServerConfig(send_buffer=4 * KIB, max_unsent=4 * KIB, slow_client_timeout_s=0.5))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import { attribute, byId, el, hideTip, number, percent, say, seconds, showTip, svg } from "./dom.js";
 
 const SPAN_S = 120;
+const HOLE_S = 6;
 const HEIGHT = 148;
 const LEFT = 46;
 const RIGHT = 6;
@@ -16,7 +17,7 @@ const CHARTS = [
   { title: "Token gap", unit: "seconds between tokens", format: seconds, least: 0.02, series: P.map((name, i) => [name, (p) => p.gap?.[i] ?? null]) },
   { title: "Requests", unit: "at the same time", format: number, least: 4, series: [["running", (p) => p.running], ["waiting", (p) => p.waiting]], area: true },
   { title: "Batch", unit: "sequences per step", format: number, least: 4, series: [["sequences", (p) => p.batch]], area: true },
-  { title: "Padding", unit: "share of what is computed", format: percent, least: 1, most: 1, series: [["padding", (p) => p.padding], ["device time", (p) => p.device]] },
+  { title: "Padding and device", unit: "shares of a step", format: percent, least: 1, most: 1, series: [["padding", (p) => p.padding], ["device time", (p) => p.device]] },
 ];
 
 /** The next round number. */
@@ -36,11 +37,11 @@ class Chart {
       return { value, row: el("li", { class: `s${i}` }, el("i", { class: "swatch" }), `${name} `, value) };
     });
     this.plot = svg("svg", { class: "plot", role: "img", tabindex: "0", height: HEIGHT });
-    this.grid = svg("g", { class: "grid" });
+    this.grid = svg("g", { class: "grid", visibility: "hidden" });
     this.area = svg("path", { class: "area" });
     this.lines = plan.series.map((_, i) => svg("path", { class: `line s${i}` }));
     this.rule = svg("line", { class: "rule", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-    this.nothing = svg("text", { class: "nothing", "text-anchor": "middle", y: (HEIGHT - BOTTOM + TOP) / 2 }, "nothing yet");
+    this.nothing = svg("text", { class: "nothing", "text-anchor": "middle", visibility: "hidden", y: (HEIGHT - BOTTOM + TOP) / 2 - 10 }, "nothing yet");
     this.ticks = [0, 0.5, 1].map(() => {
       const line = svg("line", {});
       const label = svg("text", { "text-anchor": "end", x: LEFT - 8 });
@@ -82,6 +83,7 @@ class Chart {
     this.width = this.plot.clientWidth;
     if (!this.width || this.at === undefined) return;
     const { plan, points } = this;
+    attribute(this.grid, "visibility", "visible");
     attribute(this.plot, "viewBox", `0 0 ${this.width} ${HEIGHT}`);
     const values = points.flatMap((point) => plan.series.map(([, read]) => read(point)).filter((value) => value !== null));
     const most = plan.most ?? round(Math.max(plan.least, ...values));
@@ -97,28 +99,22 @@ class Chart {
     attribute(this.nothing, "x", (this.width + LEFT) / 2);
     attribute(this.nothing, "visibility", values.length ? "hidden" : "visible");
     plan.series.forEach(([, read], i) => {
-      let path = "";
-      let isOpen = false;
-      let before = 0;
+      const parts = [];
+      let before = -Infinity;
       for (const point of points) {
         const value = read(point);
-        if (value === null) { isOpen = false; continue; }
-        // A second in which nobody looked is a hole, and not a slope.
-        if (isOpen && point.at_s - before > 30) isOpen = false;
-        path += `${isOpen ? "L" : "M"}${Math.max(LEFT, this.x(point.at_s)).toFixed(1)} ${y(value).toFixed(1)}`;
-        if (!isOpen) path += "h0";
-        isOpen = true;
+        if (value === null) continue;
+        // A time in which nothing was told is a hole, and not a slope; slow steps leave seconds out.
+        if (point.at_s - before > HOLE_S) parts.push([]);
+        parts.at(-1).push([Math.max(LEFT, this.x(point.at_s)).toFixed(1), y(value).toFixed(1)]);
         before = point.at_s;
       }
-      attribute(this.lines[i], "d", path);
-      if (i === 0 && plan.area) attribute(this.area, "d", path && points.length > 1 ? this.under(path, read) : "");
+      const paths = parts.map((part) => `M${part.map((place) => place.join(" ")).join("L")}`);
+      attribute(this.lines[i], "d", paths.map((path) => `${path}h0`).join(""));
+      if (i > 0 || !plan.area) return;
+      const floor = HEIGHT - BOTTOM;
+      attribute(this.area, "d", paths.map((path, n) => `${path}L${parts[n].at(-1)[0]} ${floor}L${parts[n][0][0]} ${floor}Z`).join(""));
     });
-  }
-
-  under(path, read) {
-    const told = this.points.filter((point) => read(point) !== null);
-    const from = Math.max(LEFT, this.x(told[0].at_s));
-    return `${path.replaceAll(/(?!^)M/g, "L").replaceAll("h0", "")}L${this.x(told.at(-1).at_s).toFixed(1)} ${HEIGHT - BOTTOM}L${from.toFixed(1)} ${HEIGHT - BOTTOM}Z`;
   }
 
   point(x) {

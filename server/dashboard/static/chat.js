@@ -26,7 +26,8 @@ function bubble(role, name) {
 
 function tipOf(token) {
   const chosen = Math.exp(token.logprob);
-  const others = token.top_logprobs ?? [];
+  const others = [...(token.top_logprobs ?? [])];
+  if (!others.some(({ token: text }) => text === token.token)) others.push(token);
   const rows = others.map(({ token: text, logprob }) => {
     const share = Math.exp(logprob);
     const bar = el("meter", { min: "0", max: "1", value: share.toFixed(4) });

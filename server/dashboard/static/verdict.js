@@ -29,7 +29,7 @@ export function drawVerdict(verdict) {
   say(text, `Change: ${first.remedy}. Expect: ${first.expect}.`);
   facts.replaceChildren(
     ...first.evidence.slice(0, 4).map(({ metric, value, unit, threshold }) =>
-      el("div", {}, el("dt", {}, metric), el("dd", {}, `${number(value)} ${unit}`, el("span", {}, ` threshold ${number(threshold)}`)))),
+      el("div", {}, el("dt", {}, metric), el("dd", {}, `${number(value)} ${unit}`, el("span", {}, ` threshold ${number(threshold)} ${unit}`)))),
   );
   say(also, others.length ? `Also: ${others.map((one) => one.title).join("; ")}.` : "");
 }
