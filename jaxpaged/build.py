@@ -135,6 +135,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
             platform=jax.default_backend(),
+            quantization=facts.quantization or "",
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))

@@ -37,7 +37,8 @@ class ProgramCompiled(_Event):
 class EngineStarted(_Event):
     """The engine is ready; every compilation after this is a bug and counted.
 
-    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said.
+    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `quantization` is that of
+    the weights, and empty where they are not quantized.
     """
 
     model: str
@@ -53,6 +54,7 @@ class EngineStarted(_Event):
     num_programs: int
     platform: str = ""
     attention: str = ""
+    quantization: str = ""
 
 
 class RequestReceived(_Event):

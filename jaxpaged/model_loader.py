@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 
 from jaxpaged.config import ModelConfig
+from jaxpaged.errors import ConfigError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
+from jaxpaged.loading.quantize_weights import quantize_weights
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
-from jaxpaged.models import Family, find_architecture, load_family, make_config
+from jaxpaged.models import Architecture, Family, find_architecture, load_family, make_config
 from jaxpaged.step_program import LoadedModel
 
 DTYPES = {
@@ -81,14 +83,16 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
 
     Raises:
         CheckpointError: its config is malformed.
-        UnsupportedModelError: an architecture or variant that we do not run.
+        UnsupportedModelError: an architecture or variant that we do not run, or not with this quantization.
+        ConfigError: a quantization that this device does not run.
     """
     architecture = find_architecture(checkpoint.hf_config)
+    _refuse_quantization(config.quantization, architecture, is_gpu=is_gpu)
     hf_config = _hf_config(checkpoint, load_family(architecture))
     max_model_len = config.max_model_len if isinstance(config.max_model_len, int) else None
     dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
     description = ModelDescription(
-        facts=facts_of(make_config(architecture, hf_config, dtype, max_model_len)),
+        facts=facts_of(make_config(architecture, hf_config, dtype, max_model_len), config.quantization),
         hf_config=hf_config,
         max_model_len=max_model_len,
         generation_config=checkpoint.generation_config,
@@ -105,7 +109,7 @@ def with_structure(description: ModelDescription) -> DescribedModel:
     def structure() -> ModelStructure:
         architecture = find_architecture(description.hf_config)
         config = make_config(architecture, description.hf_config, description.facts.dtype, description.max_model_len)
-        return make_structure(load_family(architecture), config)
+        return make_structure(load_family(architecture), config, description.facts.quantization)
 
     return DescribedModel(description, structure)
 
@@ -125,10 +129,14 @@ def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_th
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
     """
-    family, config, _, _, expected = described.structure()
+    structure = described.structure()
+    family, config = structure.family, structure.config
+    expected = structure.expected if structure.quantization is None else make_structure(family, config).expected
     if isinstance(checkpoint, DummyCheckpoint):
-        return draw(expected, seed)
-    return fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
+        arrays = draw(expected, seed)
+    else:
+        arrays = fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
+    return arrays if structure.quantization is None else quantize_weights(arrays, structure.expected)
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray]) -> LoadedModel:
@@ -138,6 +146,15 @@ def to_device(described: DescribedModel, arrays: dict[str, np.ndarray]) -> Loade
     """
     params = tuple(jax.device_put(arrays.pop(path), may_alias=True) for path in list(arrays))
     return LoadedModel(described.facts, described.structure, params)
+
+
+def _refuse_quantization(quantization: str | None, architecture: Architecture, *, is_gpu: bool) -> None:
+    if quantization is None:
+        return
+    if is_gpu:
+        raise ConfigError(f"quantization {quantization!r} is served on CPU alone so far; leave it out", param="model.quantization")
+    if quantization not in architecture.quantizations:
+        raise UnsupportedModelError(f"quantization {quantization!r} is not served for {architecture.models} yet; leave it out")
 
 
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:

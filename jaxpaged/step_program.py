@@ -28,7 +28,7 @@ class LoadedModel(NamedTuple):
     @classmethod
     def of(cls, structure: ModelStructure, params: tuple[jax.Array, ...]) -> "LoadedModel":
         """A model whose structure is there already."""
-        return cls(facts_of(structure.config), lambda: structure, params)
+        return cls(facts_of(structure.config, structure.quantization), lambda: structure, params)
 
     @property
     def family(self) -> Any:
@@ -85,7 +85,7 @@ class StepProgram:
         self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
-        self._fixed = (model.facts.words, cache_shape, num_ids, logprobs_mode)
+        self._fixed = (model.facts.words, model.facts.quantization, cache_shape, num_ids, logprobs_mode)
         self._traced = traced
 
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:

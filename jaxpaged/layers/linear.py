@@ -21,8 +21,12 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if has_bias else None
 
     def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-        mapped = matmul(x, self.weight[...])
+        mapped = self.sums(x)
         return (mapped if self.bias is None else mapped + self.bias[...]).astype(x.dtype)
+
+    def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """The map without its bias, in float32."""
+        return matmul(x, self.weight[...])
 
 
 class Embedding(nnx.Module):
@@ -39,3 +43,7 @@ class Embedding(nnx.Module):
     def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
         rows = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """The table as a head: each row times each token's, in float32."""
+        return matmul(x, self.weight[...])

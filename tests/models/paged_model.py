@@ -31,9 +31,11 @@ PAGE_SIZE = 16
 MAX_SEQS = 8
 
 
-def load(path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto") -> LoadedModel:
+def load(
+    path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto", quantization: str | None = None
+) -> LoadedModel:
     """The model in a folder or file, as the engine loads it on a CPU."""
-    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len)
+    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len, quantization=quantization)
     with open_checkpoint(resolve(config)) as checkpoint:
         return load_model(checkpoint, describe_model(config, checkpoint, is_gpu=False))
 

@@ -3,6 +3,7 @@
 import unicodedata
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,6 +198,7 @@ def test_ready_says_what_runs() -> None:
         "ready in 4.3 s: org/na\\nme in float32, weights 513 MiB, 728 pages of 16 tokens (512 MiB), 9 programs; "
         "per step at most 32 sequences and 512 tokens; context 8192 tokens",
     )
+    assert "org/na\\nme in float32 with weights in int8, weights 513 MiB, " in only(msgspec.structs.replace(event, quantization="int8"))[1]
 
 
 @pytest.mark.parametrize(
