@@ -29,6 +29,7 @@ from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.traced_programs import TracedPrograms
+from pallas_kernels import native
 
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
@@ -59,6 +60,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         _check_whole_prompts(limits)
     _check_pool(config, facts, limits)
     source.read_ahead()
+    if facts.quantization is not None and (missing := native.library().missing) is not None:
+        phase("load", f"CPU kernels are absent, XLA does their work: {missing}")
     tokenizer = Tokenizer.from_files(
         files,
         chat_template=config.model.chat_template,

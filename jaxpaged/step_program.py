@@ -16,6 +16,7 @@ from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of
 from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
+from pallas_kernels import native
 
 
 class LoadedModel(NamedTuple):
@@ -85,7 +86,9 @@ class StepProgram:
         self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
-        self._fixed = (model.facts.words, model.facts.quantization, cache_shape, num_ids, logprobs_mode)
+        # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
+        has_native = model.facts.quantization is not None and native.library().missing is None
+        self._fixed = (model.facts.words, model.facts.quantization, has_native, cache_shape, num_ids, logprobs_mode)
         self._traced = traced
 
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:

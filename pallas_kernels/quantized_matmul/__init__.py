@@ -4,7 +4,7 @@
 `x` quantized on the way; `Int4Weights` and `Fp8Weights` keep the rows as they are.
 
 * The result of a row depends on the row and on the matrix only: it is the same bits alone and among others.
-* With int8, integer sums are exact, so that implementations differ in nothing but the order of two multiplications.
+* With int8, integer sums are exact and are scaled in one order, so that all implementations but the reference give equal bits.
 * A row that holds NaN or an infinity comes out as NaN (int8: all of it).
 * Weights of other layers are never read: they may hold anything.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.quantized_matmul import reference, xla
+from pallas_kernels.quantized_matmul import cpu, reference, xla
 from pallas_kernels.quantized_matmul.quantize import quantize_fp8, quantize_int4, quantize_int8
 from pallas_kernels.quantized_matmul.weights import LEVELS, Fp8Weights, Int4Weights, Int8Weights
 
@@ -51,14 +51,22 @@ def _common_refusals(x: Any, weights: Any, *, layer: Any) -> list[str]:
     return refusals
 
 
+def _cpu_refusals(x: Any, weights: Any, *, layer: Any) -> list[str]:
+    # Its own words only for operands that make sense at all.
+    return _common_refusals(x, weights, layer=layer) or cpu.refusals(x, weights)
+
+
 OP = Op(
     name="quantized_matmul",
     implementations={
         "reference": Implementation("reference", reference.quantized_matmul, _common_refusals),
         "xla": Implementation("xla", xla.quantized_matmul, _common_refusals),
+        "cpu": Implementation("cpu", cpu.quantized_matmul, _cpu_refusals),
     },
-    preference={"default": ("xla",)},
+    preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
+
+_OP_OF_MANY_ROWS = OP._replace(preference={"default": ("xla",)})
 
 
 def quantized_matmul(
@@ -74,7 +82,7 @@ def quantized_matmul(
         x: rows, float32, bfloat16 or float16.
         weights: the matrix; with a leading layers axis when `layer` is given, so that no layer is ever sliced out of the stack.
         layer: index into the leading axis of the weights.
-        implementation: "reference" or "xla"; None takes the best for the device.
+        implementation: "reference", "xla" or "cpu"; None takes the best for the device and the number of rows.
 
     Returns:
         Float32 sums; float32 rows are never rounded to TF32.
@@ -83,4 +91,5 @@ def quantized_matmul(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (x, weights)
-    return choose(OP, implementation, args, {"layer": layer}).run(*args, layer=layer)
+    op = OP if x.shape[0] <= cpu.MAX_ROWS else _OP_OF_MANY_ROWS
+    return choose(op, implementation, args, {"layer": layer}).run(*args, layer=layer)

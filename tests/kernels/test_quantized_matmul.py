@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedKernelError, choose
+from pallas_kernels.native import build
 from pallas_kernels.quantized_matmul import MAX_INT8_INPUTS, OP, quantize_fp8, quantize_int4, quantize_int8, quantized_matmul
 from pallas_kernels.quantized_matmul.cases import CASES, Case, make
 from pallas_kernels.quantized_matmul.quantize import pack_nibbles, quantize_rows
@@ -19,11 +21,15 @@ from pallas_kernels.quantized_matmul.weights import LEVELS, Int4Weights, Int8Wei
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
 CI_CASES = [case for case in CASES if "ci" in case.tags]
+HAS_COMPILER = build.compiler() is not None
+IMPLEMENTATIONS = [name for name in OP.implementations if name != "cpu" or HAS_COMPILER]
+EXACT = [name for name in IMPLEMENTATIONS if name != "reference"]
 BY_NAME = {case.name: case for case in CASES}
 RUNS = [
     pytest.param(case, implementation, dtype, id=f"{case.name}-{implementation}-{dtype}")
     for case in CI_CASES
-    for implementation in OP.implementations
+    for implementation in IMPLEMENTATIONS
+    if implementation != "cpu" or case.kind == "int8"
     for dtype in ("float32", *(["bfloat16"] if case.name.endswith(("primes", "layers")) else []))
 ]
 
@@ -91,7 +97,7 @@ def test_equals_the_matrix_that_is_meant(case: Case, implementation: str, dtype:
 
 
 @pytest.mark.parametrize("case", [case for case in CI_CASES if case.kind == "int8"], ids=lambda case: case.name)
-@pytest.mark.parametrize("implementation", [name for name in OP.implementations if name != "reference"])
+@pytest.mark.parametrize("implementation", EXACT)
 def test_int8_is_summed_exactly(case: Case, implementation: str) -> None:
     """Integers as int64 sums of the same numbers, then two multiplications in float32, in the order of the contract: equal bits."""
     x, weights = make(case)
@@ -103,7 +109,7 @@ def test_int8_is_summed_exactly(case: Case, implementation: str) -> None:
     np.testing.assert_array_equal(np.asarray(_jitted(implementation)(x, weights)), expected)
 
 
-@pytest.mark.parametrize("implementation", [name for name in OP.implementations if name != "reference"])
+@pytest.mark.parametrize("implementation", EXACT)
 def test_a_row_is_the_same_alone_and_among_others(implementation: str) -> None:
     """Beside rows that hold NaN and infinities too, which come out as NaN themselves."""
     x, weights = make(BY_NAME["int8_primes"])
@@ -119,7 +125,7 @@ def test_a_row_is_the_same_alone_and_among_others(implementation: str) -> None:
         assert np.isnan(got[spoiled]).all()
 
 
-@pytest.mark.parametrize("implementation", list(OP.implementations))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_largest_numbers_do_not_overflow(implementation: str) -> None:
     """All products as large as they get, in the longest sum that is served."""
     x = np.full((2, MAX_INT8_INPUTS), 3.0, np.float32)
@@ -254,3 +260,11 @@ def test_bfloat16_rows_are_quantized_as_their_float32_selves() -> None:
     first = Int8Weights(*(np.asarray(part)[0] for part in weights))
     narrow, wide = (np.asarray(_jitted(None)(rows, first)) for rows in (x, x.astype(np.float32)))
     np.testing.assert_array_equal(narrow, wide)
+
+
+def test_with_a_compiler_the_native_kernels_are_there() -> None:
+    found = native.library()
+    assert (found.missing is None) == HAS_COMPILER, found.missing
+    few, many = (jax.jit(quantized_matmul).lower(np.zeros((rows, 131), np.float32), _INT8).as_text() for rows in (16, 17))
+    assert ("jaxpaged_int8_matmul" in few) == HAS_COMPILER
+    assert "jaxpaged_int8_matmul" not in many
