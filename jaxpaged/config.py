@@ -68,7 +68,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     quantization: Annotated[
         str | None,
-        _doc("int8: linear maps, embeddings and head, one scale an output channel, activations by row; none: weights as `dtype` says"),
+        _doc("int8: weights of linear maps, embedding and head, with one scale an output channel; none: weights as `dtype` says"),
     ] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0

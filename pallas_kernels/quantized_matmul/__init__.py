@@ -1,7 +1,7 @@
 """Rows times a quantized matrix: the contract.
 
 `weights` is one of three kinds (`weights.py` says what their numbers stand for): `Int8Weights` multiplies int8 by int8, with each row of
-`x` quantized on the way; `Int4Weights` and `Fp8Weights` keep the rows as they are.
+`x` quantized on the way, to two int8 parts; `Int4Weights` and `Fp8Weights` keep the rows as they are.
 
 * The result of a row depends on the row and on the matrix only: it is the same bits alone and among others.
 * With int8, integer sums are exact and are scaled in one order, so that all implementations but the reference give equal bits.

@@ -23,17 +23,14 @@ class Case(NamedTuple):
 
 CASES = (
     Case("int8_one_row", "int8", 1, 7, 5),
-    Case("int8_one_number", "int8", 1, 1, 1),
     Case("int8_two_rows", "int8", 2, 67, 19),
     Case("int8_primes", "int8", 13, 131, 37),
     Case("int8_edges", "int8", 17, 64, 65, layers=3),
-    Case("int8_past_edges", "int8", 31, 65, 64),
     Case("int8_rows_37", "int8", 37, 193, 97, layers=2),
     Case("int8_smollm2_down", "int8", 3, 1536, 576),
     Case("int4_one_row", "int4", 1, 128, 5),
     Case("int4_primes", "int4", 13, 192, 37),
     Case("int4_layers", "int4", 3, 256, 19, group_size=128, layers=3),
-    Case("fp8_one_row", "fp8", 1, 7, 5),
     Case("fp8_primes", "fp8", 13, 131, 37),
     Case("fp8_layers", "fp8", 3, 67, 19, layers=3),
     *(Case(f"int8_smollm2_gate_{rows}", "int8", rows, 576, 1536, tags=("bench",)) for rows in (2, 16, 512)),

@@ -1,4 +1,5 @@
-// Rows times an int8 matrix: rows are quantized to int8 one by one, sums are int32 and exact, so that every path gives equal bits.
+// Rows times an int8 matrix: rows are quantized one by one to 15 bits, in a high and a low int8 part; sums of each part are int32 and
+// exact, so that every path gives equal bits.
 //
 // The matrix lies as checkpoints have it, [out, in], the same memory that XLA's implementation reads: a dot walks both operands along
 // `in`, 64 numbers at a time, and sums up the lanes at its end. Packing would save those last sums and cost a second copy of the weights.
@@ -21,8 +22,9 @@
 namespace jaxpaged {
 namespace int8 {
 
-constexpr float kLevels = 127.0f;
-constexpr float kStep = static_cast<float>(1 / 127.0);
+constexpr int kLowLevels = 128;  // a number of a row is high * kLowLevels + low
+constexpr float kLevels = 127.0f * kLowLevels;
+constexpr float kStep = static_cast<float>(1 / (127.0 * kLowLevels));
 constexpr float kLeastPeak = 1e-30f;
 constexpr int64_t kLanes = 64;        // numbers of a row that are looked at at once; rows are padded to a multiple of it
 constexpr int64_t kBlockOuts = 4;     // rows of the matrix that are walked side by side
@@ -49,12 +51,18 @@ inline RowScale scale_of(float peak, bool is_finite) {
   return {kLevels / peak, peak * kStep};
 }
 
-// Quantized rows: `values` [rows, padded(in)], each plus `offset` (VNNI multiplies unsigned by signed numbers); padding is anything.
+// Quantized rows: `values` [num_parts, padded(in)], the high part of each row and then its low part. For VNNI, which multiplies unsigned by
+// signed numbers, 128 is added to each. Padding is anything. `scales` [num_parts / 2].
 struct Rows {
   const uint8_t* values;
   const float* scales;
-  int64_t num_rows, num_in, stride;
+  int64_t num_parts, num_in, stride;
 };
+
+// The product of a row from the sums of its parts. The first product is exact, so it does not matter whether it is fused with the sum.
+inline float combined(int32_t high, int32_t low, float weight_scale, float row_scale) {
+  return (static_cast<float>(high) * kLowLevels + static_cast<float>(low)) * weight_scale * row_scale;
+}
 
 struct Matrix {
   const int8_t* values;  // [out, in]
@@ -65,7 +73,7 @@ struct Matrix {
 // --- portable
 
 template <typename Number>
-void quantize_row_portable(const Number* row, int64_t num_in, uint8_t offset, uint8_t* out, float* scale) {
+void quantize_row_portable(const Number* row, int64_t num_in, uint8_t* high, uint8_t* low, float* scale) {
   float peak = 0.0f;
   bool is_finite = true;
   for (int64_t i = 0; i < num_in; ++i) {
@@ -76,20 +84,27 @@ void quantize_row_portable(const Number* row, int64_t num_in, uint8_t offset, ui
   const RowScale found = scale_of(peak, is_finite);
   for (int64_t i = 0; i < num_in; ++i) {
     const float scaled = is_finite ? std::nearbyintf(widened(row[i]) * found.step) : 0.0f;
-    out[i] = static_cast<uint8_t>(static_cast<int>(scaled) + offset);
+    const int whole = static_cast<int>(scaled), upper = (whole + kLowLevels / 2 + (kLowLevels << 8)) / kLowLevels - (1 << 8);
+    high[i] = static_cast<uint8_t>(upper);
+    low[i] = static_cast<uint8_t>(whole - upper * kLowLevels);
   }
-  std::memset(out + num_in, 0, padded(num_in) - num_in);
+  std::memset(high + num_in, 0, padded(num_in) - num_in);
+  std::memset(low + num_in, 0, padded(num_in) - num_in);
   *scale = found.scale;
 }
 
 inline void multiply_portable(const Rows& rows, const Matrix& matrix, int64_t first, int64_t last, float* out) {
   for (int64_t o = first; o < last; ++o) {
     const int8_t* weight = matrix.values + o * matrix.num_in;
-    for (int64_t r = 0; r < rows.num_rows; ++r) {
-      const int8_t* row = reinterpret_cast<const int8_t*>(rows.values + r * rows.stride);
-      int32_t sum = 0;
-      for (int64_t i = 0; i < matrix.num_in; ++i) sum += static_cast<int32_t>(row[i]) * weight[i];
-      out[r * matrix.num_out + o] = static_cast<float>(sum) * matrix.scales[o] * rows.scales[r];
+    for (int64_t r = 0; r < rows.num_parts / 2; ++r) {
+      const int8_t* high = reinterpret_cast<const int8_t*>(rows.values + 2 * r * rows.stride);
+      const int8_t* low = high + rows.stride;
+      int32_t of_high = 0, of_low = 0;
+      for (int64_t i = 0; i < matrix.num_in; ++i) {
+        of_high += static_cast<int32_t>(high[i]) * weight[i];
+        of_low += static_cast<int32_t>(low[i]) * weight[i];
+      }
+      out[r * matrix.num_out + o] = combined(of_high, of_low, matrix.scales[o], rows.scales[r]);
     }
   }
 }
@@ -129,11 +144,15 @@ JAXPAGED_AVX2 void tile_avx2(const Rows& rows, const Matrix& matrix, int64_t row
       for (int64_t j = 0; j < kBlockOuts / 2; ++j) sums[r][j] = _mm256_add_epi32(sums[r][j], _mm256_madd_epi16(x, w[j]));
     }
   }
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; r += 2) {
     for (int64_t j = 0; j < num_outs; ++j) {
-      int32_t sum = sum_lanes(sums[r][j]);
-      for (int64_t i = whole; i < num_in; ++i) sum += static_cast<int32_t>(own[r][i]) * weights[j][i];
-      out[(row + r) * matrix.num_out + o + j] = static_cast<float>(sum) * matrix.scales[o + j] * rows.scales[row + r];
+      int32_t high = sum_lanes(sums[r][j]), low = sum_lanes(sums[r + 1][j]);
+      for (int64_t i = whole; i < num_in; ++i) {
+        high += static_cast<int32_t>(own[r][i]) * weights[j][i];
+        low += static_cast<int32_t>(own[r + 1][i]) * weights[j][i];
+      }
+      const int64_t of = (row + r) / 2;
+      out[of * matrix.num_out + o + j] = combined(high, low, matrix.scales[o + j], rows.scales[of]);
     }
   }
 }
@@ -143,9 +162,8 @@ JAXPAGED_AVX2 inline void multiply_avx2(const Rows& rows, const Matrix& matrix, 
   for (int64_t o = first; o < last; o += step) {
     const int64_t num_outs = last - o < step ? last - o : step;
     int64_t row = 0;
-    for (; row + 4 <= rows.num_rows; row += 4) tile_avx2<4>(rows, matrix, row, o, num_outs, out);
-    for (; row + 2 <= rows.num_rows; row += 2) tile_avx2<2>(rows, matrix, row, o, num_outs, out);
-    for (; row < rows.num_rows; ++row) tile_avx2<1>(rows, matrix, row, o, num_outs, out);
+    for (; row + 4 <= rows.num_parts; row += 4) tile_avx2<4>(rows, matrix, row, o, num_outs, out);
+    for (; row < rows.num_parts; row += 2) tile_avx2<2>(rows, matrix, row, o, num_outs, out);
   }
 }
 
@@ -159,7 +177,7 @@ JAXPAGED_AVX512 inline __m512 load_wide(const uint16_t* numbers, __mmask16 mask)
 }
 
 template <typename Number>
-JAXPAGED_AVX512 void quantize_row_avx512(const Number* row, int64_t num_in, uint8_t* out, float* scale) {
+JAXPAGED_AVX512 void quantize_row_avx512(const Number* row, int64_t num_in, uint8_t* high, uint8_t* low, float* scale) {
   __m512 peaks = _mm512_setzero_ps();
   __mmask16 not_finite = 0;
   for (int64_t i = 0; i < num_in; i += 16) {
@@ -175,7 +193,11 @@ JAXPAGED_AVX512 void quantize_row_avx512(const Number* row, int64_t num_in, uint
   for (int64_t i = 0; i < stop; i += 16) {
     const __mmask16 mask = num_in - i >= 16 ? 0xffff : num_in > i ? (1u << (num_in - i)) - 1 : 0;
     const __m512i whole = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(load_wide(row + i, mask), step));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
+    const __m512i offset = _mm512_set1_epi32(128);
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(kLowLevels / 2)), 7);
+    const __m512i lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 7));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(upper, offset)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(lower, offset)));
   }
   *scale = found.scale;
 }
@@ -225,19 +247,21 @@ JAXPAGED_AVX512 JAXPAGED_INLINED void clear(std::index_sequence<row...>, Sums<kR
   sums.of_weights[0] = sums.of_weights[1] = sums.of_weights[2] = sums.of_weights[3] = zero;
 }
 
-JAXPAGED_AVX512 JAXPAGED_INLINED void store(const __m512i (&sums)[4], __m128i corrections, __m128 scales, float scale, __mmask8 outs,
-                                            float* out) {
-  const __m128i exact = _mm_sub_epi32(sum_four(sums[0], sums[1], sums[2], sums[3]), corrections);
-  _mm_mask_storeu_ps(out, outs, _mm_mul_ps(_mm_mul_ps(_mm_cvtepi32_ps(exact), scales), _mm_set1_ps(scale)));
+JAXPAGED_AVX512 JAXPAGED_INLINED void store(const __m512i (&high)[4], const __m512i (&low)[4], __m128i corrections, __m128 scales,
+                                            float scale, __mmask8 outs, float* out) {
+  const __m128 of_high = _mm_cvtepi32_ps(_mm_sub_epi32(sum_four(high[0], high[1], high[2], high[3]), corrections));
+  const __m128 of_low = _mm_cvtepi32_ps(_mm_sub_epi32(sum_four(low[0], low[1], low[2], low[3]), corrections));
+  const __m128 both = _mm_add_ps(_mm_mul_ps(of_high, _mm_set1_ps(kLowLevels)), of_low);
+  _mm_mask_storeu_ps(out, outs, _mm_mul_ps(_mm_mul_ps(both, scales), _mm_set1_ps(scale)));
 }
 
 template <int kRows, size_t... row>
 JAXPAGED_AVX512 JAXPAGED_INLINED void store_rows(std::index_sequence<row...>, const Sums<kRows>& sums, __m128i corrections, __m128 scales,
                                                  const float* row_scales, __mmask8 outs, float* out, int64_t num_out) {
-  (store(sums.of_rows[row], corrections, scales, row_scales[row], outs, out + row * num_out), ...);
+  (store(sums.of_rows[2 * row], sums.of_rows[2 * row + 1], corrections, scales, row_scales[row], outs, out + row * num_out), ...);
 }
 
-// kRows rows times four outputs; with kCorrects, `corrections` becomes 128 times the sum of each output's weights.
+// kRows parts (half as many rows) times four outputs; with kCorrects, `corrections` becomes 128 times the sum of each output's weights.
 template <int kRows, bool kCorrects>
 JAXPAGED_AVX512 inline void tile_avx512(const Rows& rows, const Matrix& matrix, int64_t row, int64_t o, int64_t num_outs,
                                         __m128i& corrections, float* out) {
@@ -263,7 +287,8 @@ JAXPAGED_AVX512 inline void tile_avx512(const Rows& rows, const Matrix& matrix, 
   if (kCorrects) corrections = sum_four(sums.of_weights[0], sums.of_weights[1], sums.of_weights[2], sums.of_weights[3]);
   const __mmask8 outs = (1u << num_outs) - 1;
   const __m128 scales = _mm_maskz_loadu_ps(outs, matrix.scales + o);
-  store_rows(each, sums, corrections, scales, rows.scales + row, outs, out + row * matrix.num_out + o, matrix.num_out);
+  store_rows(std::make_index_sequence<kRows / 2>{}, sums, corrections, scales, rows.scales + row / 2, outs,
+             out + row / 2 * matrix.num_out + o, matrix.num_out);
 }
 
 JAXPAGED_AVX512 inline void multiply_avx512(const Rows& rows, const Matrix& matrix, int64_t first, int64_t last, float* out) {
@@ -271,31 +296,27 @@ JAXPAGED_AVX512 inline void multiply_avx512(const Rows& rows, const Matrix& matr
     const int64_t num_outs = last - o < kBlockOuts ? last - o : kBlockOuts;
     __m128i corrections;
     int64_t row;
-    if (rows.num_rows >= 4) {
+    if (rows.num_parts >= 4) {
       tile_avx512<4, true>(rows, matrix, 0, o, num_outs, corrections, out);
       row = 4;
-    } else if (rows.num_rows >= 2) {
+    } else {
       tile_avx512<2, true>(rows, matrix, 0, o, num_outs, corrections, out);
       row = 2;
-    } else {
-      tile_avx512<1, true>(rows, matrix, 0, o, num_outs, corrections, out);
-      row = 1;
     }
-    for (; row + 6 <= rows.num_rows; row += 6) tile_avx512<6, false>(rows, matrix, row, o, num_outs, corrections, out);
-    for (; row + 4 <= rows.num_rows; row += 4) tile_avx512<4, false>(rows, matrix, row, o, num_outs, corrections, out);
-    for (; row + 2 <= rows.num_rows; row += 2) tile_avx512<2, false>(rows, matrix, row, o, num_outs, corrections, out);
-    for (; row < rows.num_rows; ++row) tile_avx512<1, false>(rows, matrix, row, o, num_outs, corrections, out);
+    for (; row + 6 <= rows.num_parts; row += 6) tile_avx512<6, false>(rows, matrix, row, o, num_outs, corrections, out);
+    for (; row + 4 <= rows.num_parts; row += 4) tile_avx512<4, false>(rows, matrix, row, o, num_outs, corrections, out);
+    for (; row < rows.num_parts; row += 2) tile_avx512<2, false>(rows, matrix, row, o, num_outs, corrections, out);
   }
 }
 
 #endif  // JAXPAGED_X86
 
 template <typename Number>
-void quantize_row(Instructions instructions, const Number* row, int64_t num_in, uint8_t* out, float* scale) {
+void quantize_row(Instructions instructions, const Number* row, int64_t num_in, uint8_t* high, uint8_t* low, float* scale) {
 #if defined(JAXPAGED_X86)
-  if (instructions == Instructions::kAvx512Vnni) return quantize_row_avx512(row, num_in, out, scale);
+  if (instructions == Instructions::kAvx512Vnni) return quantize_row_avx512(row, num_in, high, low, scale);
 #endif
-  quantize_row_portable(row, num_in, 0, out, scale);
+  quantize_row_portable(row, num_in, high, low, scale);
 }
 
 inline void multiply(Instructions instructions, const Rows& rows, const Matrix& matrix, int64_t first, int64_t last, float* out) {
@@ -314,7 +335,7 @@ void matmul(Threads& threads, Instructions instructions, const Number* x, int64_
   // Kept between calls: a step makes hundreds of them.
   static thread_local std::vector<uint8_t> values;
   static thread_local std::vector<float> scales;
-  if (static_cast<int64_t>(values.size()) < num_rows * stride) values.resize(num_rows * stride);
+  if (static_cast<int64_t>(values.size()) < 2 * num_rows * stride) values.resize(2 * num_rows * stride);
   if (static_cast<int64_t>(scales.size()) < num_rows) scales.resize(num_rows);
   uint8_t* const quantized = values.data();
   float* const row_scales = scales.data();
@@ -323,11 +344,12 @@ void matmul(Threads& threads, Instructions instructions, const Number* x, int64_
   for_chunks(threads, (num_rows + kRowsOfChunk - 1) / kRowsOfChunk, [=](int64_t chunk) {
     const int64_t stop = (chunk + 1) * kRowsOfChunk < num_rows ? (chunk + 1) * kRowsOfChunk : num_rows;
     for (int64_t row = chunk * kRowsOfChunk; row < stop; ++row) {
-      quantize_row(instructions, x + row * num_in, num_in, quantized + row * stride, row_scales + row);
+      uint8_t* const high = quantized + 2 * row * stride;
+      quantize_row(instructions, x + row * num_in, num_in, high, high + stride, row_scales + row);
     }
   });
 
-  const Rows rows{quantized, row_scales, num_rows, num_in, stride};
+  const Rows rows{quantized, row_scales, 2 * num_rows, num_in, stride};
   // Chunks of whole blocks whose weights fit the first cache a few times over, and at least four a thread where there is so much.
   int64_t outs = kChunkBytes / (num_in > 0 ? num_in : 1);
   const int64_t even = matrix.num_out / (4 * threads.count());

@@ -1,12 +1,14 @@
 """Making quantized numbers: rows of activations on the device, matrices on the host when they are loaded."""
 
+from typing import NamedTuple
+
 import ml_dtypes
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-from pallas_kernels.quantized_matmul.weights import LEAST_PEAK, LEVELS, Fp8Weights, Int4Weights, Int8Weights
+from pallas_kernels.quantized_matmul.weights import LEAST_PEAK, LEVELS, LOW_LEVELS, ROW_LEVELS, Fp8Weights, Int4Weights, Int8Weights
 
 _BLOCK_BYTES = 4 * 2**20
 """Rows of a matrix that are looked at at a time, in float32."""
@@ -16,18 +18,31 @@ _FP8_MAX = float(ml_dtypes.finfo(FP8).max)
 _INT4_LEVELS = 15
 
 
-def quantize_rows(x: Float[Array, "rows in"]) -> tuple[Int8[Array, "rows in"], Float[Array, "rows"]]:
-    """Rows as int8 and a float32 scale each: `x` is about `values * scales[:, None]`, halves rounded to even.
+class QuantizedRows(NamedTuple):
+    """Rows in two int8 parts and a float32 scale each: `x` is about `(high * LOW_LEVELS + low) * scales[:, None]`."""
+
+    high: Int8[Array, "rows in"]
+    low: Int8[Array, "rows in"]
+    scales: Float[Array, "rows"]
+
+
+def quantize_rows(x: Float[Array, "rows in"]) -> QuantizedRows:
+    """Rows by their largest numbers, halves rounded to even.
+
+    One int8 a number made perplexity 3 to 4 % worse, where quantized weights alone make 0.4 %: models have rows in which a few numbers are
+    far larger than the others. A second part costs nothing where weights are read for few rows.
 
     A row that holds NaN or an infinity has the scale NaN; one of zeros the scale 0.
     """
     wide = x.astype(jnp.float32)
     peaks = jnp.max(jnp.abs(wide), axis=1)
     is_tiny = peaks < LEAST_PEAK
-    steps = jnp.where(is_tiny, 0, LEVELS / jnp.where(is_tiny, 1, peaks))
-    values = lax.round(wide * steps[:, None], lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
-    scales = jnp.where(is_tiny, 0, peaks * jnp.float32(1 / LEVELS))
-    return values, jnp.where(jnp.isfinite(peaks), scales, jnp.nan)
+    steps = jnp.where(is_tiny, 0, ROW_LEVELS / jnp.where(is_tiny, 1, peaks))
+    whole = lax.round(wide * steps[:, None], lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    high = (whole + LOW_LEVELS // 2) >> 7
+    scales = jnp.where(is_tiny, 0, peaks * jnp.float32(1 / ROW_LEVELS))
+    low = whole - high * LOW_LEVELS
+    return QuantizedRows(high.astype(jnp.int8), low.astype(jnp.int8), jnp.where(jnp.isfinite(peaks), scales, jnp.nan))
 
 
 def quantize_int8(weight: np.ndarray) -> Int8Weights:

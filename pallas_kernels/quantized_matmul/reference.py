@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.quantized_matmul.quantize import quantize_rows
-from pallas_kernels.quantized_matmul.weights import Fp8Weights, Int4Weights, Int8Weights
+from pallas_kernels.quantized_matmul.weights import LOW_LEVELS, Fp8Weights, Int4Weights, Int8Weights
 
 
 def quantized_matmul(
@@ -19,8 +19,8 @@ def quantized_matmul(
         weights = jax.tree.map(lambda stacked: stacked[layer], weights)
     rows = x.astype(jnp.float32)
     if isinstance(weights, Int8Weights):
-        values, scales = quantize_rows(x)
-        rows = values.astype(jnp.float32) * scales[:, None]
+        high, low, scales = quantize_rows(x)
+        rows = (high.astype(jnp.float32) * LOW_LEVELS + low) * scales[:, None]
     return jnp.einsum("ri,oi->ro", rows, dequantize(weights), precision=jax.lax.Precision.HIGHEST)
 
 

@@ -8,14 +8,19 @@ from jaxtyping import Array, Float, Int8, UInt8
 LEVELS = 127
 """The largest number that int8 quantization uses: symmetric, so that -128 never occurs."""
 
+LOW_LEVELS = 128
+"""A number of a row is a high and a low int8, `high * LOW_LEVELS + low`: 15 bits."""
+
+ROW_LEVELS = LEVELS * LOW_LEVELS
+
 LEAST_PEAK = 1e-30
-"""A row or matrix row with no number as large as this counts as zeros: 127 divided by a smaller one may be infinite."""
+"""A row or matrix row with no number as large as this counts as zeros: levels divided by a smaller one may be infinite."""
 
 
 class Int8Weights(NamedTuple):
     """One scale an output channel: `weight[o, i] = values[o, i] * scales[o]`.
 
-    Rows of activations are quantized as well, see `quantize_rows`.
+    Rows of activations are quantized as well, to 15 bits in two int8 parts, see `quantize_rows`.
     """
 
     values: Int8[Array | np.ndarray, "*layers out in"]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.quantized_matmul.quantize import quantize_rows
 from pallas_kernels.quantized_matmul.reference import dequantize
-from pallas_kernels.quantized_matmul.weights import Fp8Weights, Int4Weights, Int8Weights
+from pallas_kernels.quantized_matmul.weights import LOW_LEVELS, Fp8Weights, Int4Weights, Int8Weights
 
 _BY_ROWS_OF_BOTH = (((1,), (1,)), ((), ()))
 
@@ -26,12 +26,14 @@ def quantized_matmul(
     if layer is not None:
         weights = jax.tree.map(lambda stacked: lax.dynamic_index_in_dim(stacked, layer, keepdims=False), weights)
     num_rows = x.shape[0]
-    if num_rows == 1:  # XLA's CPU backend needs 200 ms for a step of one-row dots
+    if num_rows == 1 and not isinstance(weights, Int8Weights):  # XLA's CPU backend needs 200 ms for a step of one-row dots
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if isinstance(weights, Int8Weights):
-        values, scales = quantize_rows(x)
-        summed = lax.dot_general(values, weights.values, _BY_ROWS_OF_BOTH, preferred_element_type=jnp.int32)
-        return (summed.astype(jnp.float32) * weights.scales * scales[:, None])[:num_rows]
+        parts = quantize_rows(x)
+        both = jnp.concatenate([parts.high, parts.low])
+        summed = lax.dot_general(both, weights.values, _BY_ROWS_OF_BOTH, preferred_element_type=jnp.int32).astype(jnp.float32)
+        high, low = jnp.split(summed, 2)
+        return (high * LOW_LEVELS + low) * weights.scales * parts.scales[:, None]
     if isinstance(weights, Fp8Weights):
         # Every e4m3 number is one of bfloat16 and float32; the scale goes into the sum.
         summed = _float_dot(x, jnp.asarray(weights.values).astype(x.dtype)) * weights.scales

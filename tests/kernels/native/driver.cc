@@ -73,11 +73,15 @@ void check_int8(Instructions instructions, int64_t num_rows, int64_t num_in, int
         require(std::isnan(got), "an infinity is lost", num_rows, num_in, num_out, instructions);
         continue;
       }
-      int64_t sum = 0;
+      int64_t high = 0, low = 0;
       for (int64_t i = 0; i < num_in && peak > 0; ++i) {
-        sum += static_cast<int64_t>(std::nearbyintf(jaxpaged::int8::widened(x[r * num_in + i]) * (127.0f / peak))) * values[o * num_in + i];
+        const float scaled = std::nearbyintf(jaxpaged::int8::widened(x[r * num_in + i]) * (16256.0f / peak));
+        const int64_t upper = static_cast<int64_t>(std::floor((scaled + 64) / 128));
+        high += upper * values[o * num_in + i];
+        low += (static_cast<int64_t>(scaled) - upper * 128) * values[o * num_in + i];
       }
-      const float expected = static_cast<float>(sum) * scales[o] * (peak * static_cast<float>(1 / 127.0));
+      const float expected =
+          (static_cast<float>(high) * 128 + static_cast<float>(low)) * scales[o] * (peak * static_cast<float>(1 / 16256.0));
       require(got == expected, "another number", num_rows, num_in, num_out, instructions);
     }
   }
