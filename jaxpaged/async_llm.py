@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.api import open_own_sinks, settle_config
@@ -21,6 +22,9 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
+from jaxpaged.pool_map import PoolCopy, copy_pool
+from jaxpaged.profiler import Profiler
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
 from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
@@ -55,16 +59,24 @@ class AsyncLLM:
             self._close_sinks()
             raise
         self._thread = EngineThread(self._engine)
+        self._profiler = Profiler()
         self._is_closed = False
         self._close_lock = threading.Lock()
         self._tokenizer_pool = concurrent.futures.ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "jaxpaged-tokenizer")
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> Generation:
         """Completes a prompt: `await` gives the last output, `async for` all of them as `output_kind` says.
 
         Cancelling the task, or closing the iteration, aborts the request. Of two requests the one of the lower `priority` goes first.
+        The limits of the queue are asked for the first request of a `group`; the others go in as it has room.
 
         Raises:
             InvalidRequestError: a bad prompt or parameter, when awaited.
@@ -73,27 +85,45 @@ class AsyncLLM:
 
         def start(is_awaited: bool) -> AsyncIterator[RequestOutput]:
             kind = RequestOutputKind.FINAL_ONLY if is_awaited else None
-            return self._outputs(prompt, sampling_params, request_id, priority, kind)
+            return self._outputs(prompt, sampling_params, request_id, priority, kind, group)
 
         return Generation(start)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new as it comes; a slow reader gets several tokens at once. Raises as `generate` does."""
-        return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA)
+        return self._outputs(prompt, sampling_params, request_id, priority, RequestOutputKind.DELTA, group)
 
     async def score(
-        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        continuation: Continuation,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> ContinuationScore:
         """How likely a continuation of a prompt is; see `LLM.score`. Cancelling the task aborts the request."""
         check_gives_logprobs(self.config)
         make = functools.partial(self._intake.scoring_request, prompt, continuation, request_id=request_id, priority=priority)
-        outputs = [output async for output in self._streams().outputs_of(make, request_id)]
+        outputs = [output async for output in self._streams().outputs_of(make, request_id, group)]
         return score_of(outputs[-1])
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> BeamSearchOutput:
         """The likeliest answers to a prompt; see `LLM.beam_search`. Cancelling the task aborts the search.
 
@@ -102,22 +132,30 @@ class AsyncLLM:
             params: the width, the length and how answers are ordered.
             request_id: a label; the requests of the steps are called "X#1.0", "X#1.1" and so on.
             priority: lower goes first.
+            group: as for `generate`.
         """
         check_gives_logprobs(self.config, "beam_search")
         make = functools.partial(self._intake.beam_request, prompt, params, request_id=request_id, priority=priority)
         streams = self._streams()
         search = BeamRequests(await streams.made(make, request_id), params, self._engine.scheduler.most_prompt_tokens)
         while not search.is_done:
-            search.take(await all_or_none(map(streams.last_output_of, search.next_requests())))
+            search.take(await all_or_none(streams.last_output_of(request, group) for request in search.next_requests()))
         return search.output(self._intake.tokenizer)
 
     async def embed(
-        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> EmbeddingRequestOutput:
         """A prompt as a vector; see `LLM.embed`. Cancelling the task aborts the request."""
         check_pooling(pooling, normalize)
         make = functools.partial(self._intake.embedding_request, prompt, pooling, request_id=request_id, priority=priority)
-        outputs = [output async for output in self._streams().outputs_of(make, request_id)]
+        outputs = [output async for output in self._streams().outputs_of(make, request_id, group)]
         return embedding_of(outputs[-1], normalize=normalize)
 
     async def chat_prompt(
@@ -171,6 +209,10 @@ class AsyncLLM:
         A paused engine has nothing run. Raises EngineDeadError.
         """
         await self._thread.call(lambda engine: engine.probe())
+
+    async def pool_copy(self) -> PoolCopy:
+        """Who holds which page, taken between two steps. Raises EngineDeadError."""
+        return await self._thread.call(lambda engine: copy_pool(engine.scheduler, engine.pages))
 
     def fail_open(self, error: JaxpagedError) -> None:
         """Ends every open request with `error`, which its task raises; any thread may call it, also while a step hangs."""
@@ -235,6 +277,14 @@ class AsyncLLM:
         """Whether `sleep` was called and `wake_up` has not ended it."""
         return await self._thread.call(lambda engine: engine.control.is_sleeping)
 
+    async def start_profile(self, folder: Path) -> None:
+        """Begins a trace by JAX's profiler; see `Profiler.start`."""
+        await asyncio.to_thread(self._profiler.start, folder)
+
+    async def stop_profile(self) -> None:
+        """Writes the trace; see `Profiler.stop`."""
+        await asyncio.to_thread(self._profiler.stop)
+
     pause_generation, resume_generation = pause, resume
     """vLLM's names."""
 
@@ -259,6 +309,7 @@ class AsyncLLM:
             if not self._is_closed:
                 self._thread.close()
                 self._tokenizer_pool.shutdown(wait=True)
+                self._profiler.close()
                 self._close_sinks()
                 self._is_closed = True
 
@@ -279,9 +330,15 @@ class AsyncLLM:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _outputs(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        kind: RequestOutputKind | None,
+        group: QueueGroup | None,
     ) -> AsyncIterator[RequestOutput]:
-        return self._streams().outputs(prompt, params, request_id, priority, kind)
+        return self._streams().outputs(prompt, params, request_id, priority, kind, group)
 
     def _streams(self) -> RequestStreams:
         return RequestStreams(self._thread, self._intake, self._tokenizer_pool, self._engine.clocks.monotonic)

@@ -42,6 +42,7 @@ class BeamRequests:
         self._request = request
         self._search = BeamSearch(request.prompt_token_ids, params, request.eos_token_ids, max_tokens)
         self._broken: RequestOutput | None = None
+        self._num_cached_tokens: int | None = None
         self.is_let_in = False
 
     @property
@@ -66,6 +67,8 @@ class BeamRequests:
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
         """The last outputs of `next_requests`, in that order. One that was aborted or has failed ends the search."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = outputs[0].num_cached_tokens
         for output in outputs:
             if output.error is not None or output.outputs[0].finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                 self._broken = output
@@ -79,9 +82,14 @@ class BeamRequests:
 
     def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:
         """What was found."""
-        if self._broken is None:
-            return self._search.output(tokenizer)
-        return self._search.output(tokenizer, given_up=self._broken.outputs[0].finish_reason, error=self._broken.error)
+        broken = self._broken
+        if broken is None:
+            found = self._search.output(tokenizer)
+        else:
+            found = self._search.output(tokenizer, given_up=broken.outputs[0].finish_reason, error=broken.error)
+        return msgspec.structs.replace(
+            found, error_code=None if broken is None else broken.error_code, num_cached_tokens=self._num_cached_tokens or 0
+        )
 
 
 def check_concurrency(limit: Any) -> None:

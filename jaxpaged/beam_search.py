@@ -99,11 +99,14 @@ class BeamSearchSequence(msgspec.Struct, kw_only=True):
 class BeamSearchOutput(msgspec.Struct, kw_only=True):
     """The answers to one prompt, best first: `beam_width` of them.
 
-    A search that was aborted, or that failed (`error` says why), gives what it had, with that `finish_reason`.
+    A search that was aborted, or that failed (`error` says why), gives what it had, with that `finish_reason`. `error_code` is the `code`
+    of one of the classes of `errors`; `num_cached_tokens` of the prompt were found in the prefix cache when the search began.
     """
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
+    error_code: str | None = None
+    num_cached_tokens: int = 0
 
 
 class _Beam(NamedTuple):

@@ -119,7 +119,8 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
         None
     )
     max_num_queued_requests: Annotated[
-        int | None, _doc("requests that may wait; the next one is refused with 429; none: no limit", ge=1)
+        int | None,
+        _doc("prompts that may wait; the next request is refused with 429, the other prompts of one that was let in go in later", ge=1),
     ] = None
     max_num_queued_tokens: Annotated[
         int | None, _doc("prompt tokens that may wait; an empty queue takes any request; none: no limit", ge=1)
@@ -141,10 +142,28 @@ class CompilationConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fiel
     enforce_eager: Annotated[bool, _doc("refused: every step is a compiled program")] = False
 
 
+class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which implementation of each op of pallas_kernels runs; docs/kernels.md says what each takes."""
+
+    paged_attention: Annotated[
+        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of attention over the page pool; none: the best for model and device")
+    ] = None
+    kv_write: Annotated[
+        Literal["reference", "xla", "mosaic_gpu"] | None,
+        _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
+    ] = None
+    grouped_matmul: Annotated[
+        Literal["reference", "xla"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+    ] = None
+
+
 class ParallelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model is spread over devices."""
 
-    tensor_parallel_size: Annotated[int, _doc("devices per model replica; only 1 so far", ge=1)] = 1
+    tensor_parallel_size: Annotated[
+        int, _doc("devices that share every layer of one copy of the model; a divisor of its heads", ge=1, le=4096)
+    ] = 1
+    mesh: Annotated[str | None, _doc("YAML file with the mesh: its axes and what of the model lies on them; docs/meshes.md")] = None
 
 
 class CpuConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -187,6 +206,9 @@ class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allowed_origins: Annotated[tuple[str, ...], _doc("web pages' origins that browsers may call from (CORS), or *; none: no page")] = ()
     admin_port: Annotated[int | None, _doc("port of 127.0.0.1 for operators' calls; none: no such port", ge=0, le=65535)] = None
     admin_socket: Annotated[str | None, _doc("unix socket for operators' calls, open to its owner alone; none: no such socket")] = None
+    profile_dir: Annotated[
+        str | None, _doc("folder that operators' calls may have JAX's profiler write traces into; none: they may not")
+    ] = None
     max_body: Annotated[int, _doc("size of a request's body; more is refused with 413", ge=1024, le=GIB, extra=BYTES)] = 4 * MIB
     max_headers: Annotated[int, _doc("headers of a request; more are refused with 431", ge=8, le=10_000)] = 100
     max_header_size: Annotated[
@@ -200,8 +222,18 @@ class ServerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, _doc("seconds that an answer may wait for a client that does not read; it is aborted then", gt=0, le=3600)
     ] = 30.0
     send_buffer: Annotated[
-        int, _doc("size of the system's buffer per connection for what is sent, and of ours", ge=4 * KIB, le=16 * MIB, extra=BYTES)
+        int, _doc("size of the system's buffer per connection for what is sent", ge=4 * KIB, le=16 * MIB, extra=BYTES)
     ] = 64 * KIB
+    max_unsent: Annotated[
+        int,
+        _doc(
+            "size of what waits beside it for a client that does not keep up; then an answer's tokens are merged",
+            ge=4 * KIB,
+            le=64 * MIB,
+            extra=BYTES,
+        ),
+    ] = 256 * KIB
+    max_unsent_events: Annotated[int, _doc("events of a stream that wait so; then tokens are merged", ge=1, le=1_000_000)] = 1000
     ping_interval_s: Annotated[float, _doc("seconds of silence in a stream after which a comment keeps it open", gt=0, le=3600)] = 15.0
     drain_timeout_s: Annotated[
         float, _doc("seconds that running requests get to end after the server was told to stop", ge=0, le=86_400)
@@ -215,7 +247,8 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What one request over HTTP may ask for; one more is refused with 400."""
 
     max_n: Annotated[int, _doc("answers to one prompt (n)", ge=1, le=128)] = 64
-    max_prompts: Annotated[int, _doc("prompts of one request", ge=1, le=100_000)] = 256
+    max_prompts: Annotated[int, _doc("prompts of one request, or texts to be scored", ge=1, le=100_000)] = 256
+    max_inputs: Annotated[int, _doc("inputs of one request for embeddings", ge=1, le=100_000)] = 2048
     max_answers: Annotated[int, _doc("answers of one request: prompts times n", ge=1, le=1_000_000)] = 1024
     max_stop: Annotated[int, _doc("stop strings", ge=0, le=64)] = 16
     max_stop_chars: Annotated[int, _doc("characters of one stop string", ge=1, le=1024)] = 512
@@ -289,6 +322,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
+    kernels: KernelsConfig = KernelsConfig()
     parallel: ParallelConfig = ParallelConfig()
     cpu: CpuConfig = CpuConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -1,16 +1,20 @@
 """What a server needs of an engine, and a request that has not begun."""
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
 from jaxpaged.engine_control import PauseMode
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.intake import Continuation, Messages, Prompt
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Pooling, RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxpaged.embeddings import EmbeddingRequestOutput
+    from jaxpaged.pool_map import PoolCopy
     from jaxpaged.scoring import ContinuationScore
 
 
@@ -38,11 +42,23 @@ class EngineClient(Protocol):
     """What a server needs of an engine; `AsyncLLM` has it."""
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> Generation: ...
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def chat_prompt(
@@ -55,11 +71,34 @@ class EngineClient(Protocol):
     ) -> list[int]: ...
 
     async def score(
-        self, prompt: Prompt, continuation: Continuation, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        continuation: Continuation,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> "ContinuationScore": ...
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
+    ) -> BeamSearchOutput: ...
+
     async def embed(
-        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> "EmbeddingRequestOutput": ...
 
     async def prompt_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -81,6 +120,13 @@ class EngineClient(Protocol):
 
 
 @runtime_checkable
+class WatchedEngine(Protocol):
+    """What the live page asks of an engine beyond its events."""
+
+    async def pool_copy(self) -> "PoolCopy": ...
+
+
+@runtime_checkable
 class OperatedEngine(Protocol):
     """What operators may tell an engine; see docs/operations.md."""
 
@@ -97,3 +143,7 @@ class OperatedEngine(Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
 
     async def is_sleeping(self) -> bool: ...
+
+    async def start_profile(self, folder: Path) -> None: ...
+
+    async def stop_profile(self) -> None: ...

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpaged.engine_control import Pause
-from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.errors import EngineDeadError, JaxpagedError, QueueFullError, RequestAbortedError
 from jaxpaged.mailbox import Mailbox
+from jaxpaged.queue_group import HeldRequest, HeldRequests, QueueGroup
 from jaxpaged.request import Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class EngineDriver:
 
     Attributes:
         mailboxes: where the outputs of each open request go, by its id.
+        held: requests that wait for room in the queue, and are not the engine's yet.
         is_closing: whether nothing is served any more.
     """
 
@@ -45,6 +47,7 @@ class EngineDriver:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.mailboxes: dict[str, Mailbox] = {}
+        self.held = HeldRequests()
         self._arrivals: list[Arrival] = []
         self._order = threading.Lock()
         """An abort is either seen by the request that it is for, or comes after it."""
@@ -70,20 +73,25 @@ class EngineDriver:
             with self._order:
                 self._arrivals.remove(arrival)
 
-    def add(self, request: Request, mailbox: Mailbox, arrival: "Arrival") -> None:
-        """Queues a request; what the engine refuses it with goes into the mailbox. Raises EngineDeadError when closed."""
+    def add(self, request: Request, mailbox: Mailbox, arrival: "Arrival", group: QueueGroup | None = None) -> None:
+        """Queues a request; what the engine refuses it with goes into the mailbox. Raises EngineDeadError when closed.
+
+        Args:
+            group: those that it comes with. Once one of them was let in, the others wait for room in the queue.
+        """
 
         def command() -> None:
-            try:
-                self._engine.add(request)
-            except JaxpagedError as error:
-                _on_loop(mailbox.loop, functools.partial(mailbox.fail, error))
-            except Exception as error:
-                _on_loop(mailbox.loop, functools.partial(mailbox.fail, EngineDeadError(str(error))))
-                raise
+            is_later = group is not None and group.is_let_in and self._death is None
+            is_held = is_later and (len(self.held) > 0 or not self._has_room_for(request))
+            if group is not None and group.refusal is not None:
+                _on_loop(mailbox.loop, functools.partial(mailbox.fail, group.refusal))
+            elif arrival.is_aborted and is_held:
+                _on_loop(mailbox.loop, functools.partial(mailbox.fail, _aborted()))
+            elif is_held:
+                self.held.put(HeldRequest(request, mailbox))
             else:
-                self.mailboxes[request.request_id] = mailbox
-                if arrival.is_aborted:
+                is_queued = self._queue(request, mailbox, group)
+                if is_queued and arrival.is_aborted:
                     self._abort(request.request_id)
 
         with self._order:
@@ -105,7 +113,7 @@ class EngineDriver:
 
     def fail_open(self, error: JaxpagedError) -> None:
         """Ends every open request with an error, also when a turn hangs; the requests themselves end as their tasks leave."""
-        for mailbox in self.mailboxes.copy().values():
+        for mailbox in (*self.mailboxes.copy().values(), *self.held.mailboxes):
             _on_loop(mailbox.loop, functools.partial(mailbox.fail, error))
 
     def forget(self, request_id: str, mailbox: Mailbox) -> None:
@@ -115,6 +123,8 @@ class EngineDriver:
             if self.mailboxes.get(request_id) is mailbox:
                 del self.mailboxes[request_id]
                 self._engine.abort(request_id)
+            else:
+                self.held.take_mailbox(mailbox)
 
         self._commands.put(command)
 
@@ -185,9 +195,11 @@ class EngineDriver:
 
     def turn(self) -> None:
         """Obeys what was asked, and makes one step if there is one; waits for something to do."""
+        self._let_held_in()
         self._obey(self.patience_s)
         if not self._is_serving():
             return
+        self._let_held_in()
         try:
             self._abort_for_closed_loops()
             if self._engine.has_step:
@@ -200,13 +212,56 @@ class EngineDriver:
         self._obey(0.0)
         for request_id in list(self.mailboxes):
             self._abort(request_id)
+        self._fail_held(self.held.take_all(), _aborted())
         self._engine.close()
         self._obey(0.0)
 
     def _is_serving(self) -> bool:
         return not self.is_closing and self._death is None
 
+    def _queue(self, request: Request, mailbox: Mailbox, group: QueueGroup | None) -> bool:
+        """Hands a request to the engine; whether it was taken."""
+        try:
+            self._engine.add(request)
+        except JaxpagedError as error:
+            if group is not None and isinstance(error, QueueFullError):
+                group.refusal = error
+            _on_loop(mailbox.loop, functools.partial(mailbox.fail, error))
+        except Exception as error:
+            _on_loop(mailbox.loop, functools.partial(mailbox.fail, EngineDeadError(str(error))))
+            raise
+        else:
+            self.mailboxes[request.request_id] = mailbox
+            if group is not None:
+                group.is_let_in = True
+            return True
+        return False
+
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether the limits of the queue let it in."""
+        try:
+            self._engine.scheduler.check_queue(len(request.prompt_token_ids))
+        except QueueFullError:
+            return False
+        return True
+
+    def _let_held_in(self) -> None:
+        """Those that wait before the queue go into it, in their order, as far as it has room."""
+        try:
+            while self._is_serving() and (held := self.held.first) is not None:
+                if not self._has_room_for(held.request):
+                    break
+                self.held.take_first()
+                self._queue(held.request, held.mailbox, None)
+        except Exception as error:  # a bug of ours: nobody may wait for ever
+            self._die(error)
+
+    def _fail_held(self, taken: Sequence[HeldRequest], error: JaxpagedError) -> None:
+        for held in taken:
+            _on_loop(held.mailbox.loop, functools.partial(held.mailbox.fail, error))
+
     def _abort(self, request_id: str) -> None:
+        self._fail_held(self.held.take_id(request_id), _aborted())
         output = self._engine.abort(request_id)
         if output is not None:
             self._deliver([output])
@@ -224,6 +279,7 @@ class EngineDriver:
 
     def _abort_for_closed_loops(self) -> None:
         """A loop that was closed without ending its tasks has nobody left who reads, nor anybody to say so."""
+        self.held.take_closed()
         if any(loop.is_closed() for loop in {mailbox.loop for mailbox in self.mailboxes.values()}):
             for request_id, mailbox in list(self.mailboxes.items()):
                 if mailbox.loop.is_closed():
@@ -241,6 +297,7 @@ class EngineDriver:
         mailboxes, self.mailboxes = self.mailboxes, {}
         for mailbox in mailboxes.values():
             _on_loop(mailbox.loop, functools.partial(mailbox.fail, EngineDeadError(self._death)))
+        self._fail_held(self.held.take_all(), EngineDeadError(self._death))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Hands outputs to their mailboxes, with one wake-up per event loop."""
@@ -254,6 +311,10 @@ class EngineDriver:
             by_loop.setdefault(mailbox.loop, []).append(functools.partial(mailbox.put, output))
         for loop, puts in by_loop.items():
             _on_loop(loop, functools.partial(_call_all, puts))
+
+
+def _aborted() -> RequestAbortedError:
+    return RequestAbortedError("The request was ended before it was queued")
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -139,11 +139,26 @@ class TooManyConnectionsError(JaxpagedError):
     retry_after_s = 1
 
 
+class TooManyViewersError(JaxpagedError):
+    """As many look at the live page as may."""
+
+    code = "too_many_viewers"
+    http_status = 503
+    retry_after_s = 10
+
+
 class AuthenticationError(JaxpagedError):
     """The request brings no API key, or one that is not known."""
 
     code = "invalid_api_key"
     http_status = 401
+
+
+class ForbiddenError(JaxpagedError):
+    """Nobody is let in this way, with whatever key."""
+
+    code = "forbidden"
+    http_status = 403
 
 
 class BodyTooLargeError(JaxpagedError):

@@ -14,9 +14,10 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=T
 
 
 class PhaseChanged(_Event):
-    """A start-up phase began (`fraction` 0) or moved on; `phase` is resolve, load, pool, compile or ready.
+    """A start-up phase began or moved on; `phase` is find, download, load, pool, compile or warm_up.
 
-    A server that was told to stop has the phase drain.
+    `done` of `total` parts of it are done, of a download bytes; 0 of 0 where nobody knows. A server that was told to stop has the phase
+    drain.
     """
 
     phase: str
@@ -37,8 +38,9 @@ class ProgramCompiled(_Event):
 class EngineStarted(_Event):
     """The engine is ready; every compilation after this is a bug and counted.
 
-    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `quantization` is that of
-    the weights, and empty where they are not quantized.
+    `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `kernels` are an op and
+    its implementation each, `kernels_refused` say of the others why they were not taken. `quantization` is that of the weights, and empty
+    where they are not quantized.
     """
 
     model: str
@@ -54,6 +56,8 @@ class EngineStarted(_Event):
     num_programs: int
     platform: str = ""
     attention: str = ""
+    kernels: tuple[str, ...] = ()
+    kernels_refused: tuple[str, ...] = ()
     quantization: str = ""
 
 
@@ -202,7 +206,8 @@ class HttpAnswered(_Event):
     `end` is stop, length, rejected, refused, aborted or failed, and empty for what asks the model nothing. `first_token_s` and
     `seconds` count from its arrival. `body` is what the client sent, or its beginning, and empty unless `log.prompts` asks for it.
     `answer_id` is the answer's own id; the engine's requests behind it are called the same, with their index behind. `num_merged`
-    tokens of a stream came with one before, because the event loop or the client lagged.
+    tokens of a stream came with one before, because the event loop or the client lagged. `is_routine`: a machine asked, as it does
+    every few seconds (health, metrics). `method` is empty where no request could be read, and `status` 0 where nobody was answered.
     """
 
     request_id: str
@@ -218,6 +223,17 @@ class HttpAnswered(_Event):
     body: str = ""
     answer_id: str = ""
     num_merged: int = 0
+    is_routine: bool = False
+
+
+class RequestTraced(_Event):
+    """A client has said which span of its own trace an answer belongs to; told only where traces are sent.
+
+    `answer_id` as in `HttpAnswered`, `parent` as in the header `traceparent` of W3C, version 00.
+    """
+
+    answer_id: str
+    parent: str
 
 
 class HealthChanged(_Event):
@@ -255,6 +271,7 @@ Event = (
     | StepFinished
     | LoadChanged
     | HttpAnswered
+    | RequestTraced
     | HealthChanged
     | SinkDropped
     | EngineStopped

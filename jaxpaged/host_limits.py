@@ -36,19 +36,31 @@ def available_cpus(root: Path = Path("/")) -> int:
     return max(1, min([_affinity(), *(math.ceil(quota) for quota in quotas)]))
 
 
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process could have at most: the machine's, or what a cgroup (v1 and v2, every level) allows of it.
+
+    Args:
+        root: where `proc` and `sys` are, for tests.
+
+    Returns:
+        None where the system does not tell.
+    """
+    limits = [limit for limit in _cgroup_memory(root) if limit > 0]
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
+        limits.append(int(fields["MemTotal"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError, IndexError):
+        pass
+    return min(limits, default=None)
+
+
 def _affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cgroup_quotas(root: Path) -> Iterator[float]:
     """The quota in CPUs of each cgroup that this process is in, from its own up to the mount."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        memberships = []
-    for line in memberships:
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
+    for controllers, group in _memberships(root):
         if not controllers:
             for folder in _levels(root / "sys/fs/cgroup", group):
                 yield from _quota_v2(folder)
@@ -56,6 +68,30 @@ def _cgroup_quotas(root: Path) -> Iterator[float]:
             for name in (controllers, "cpu", "cpu,cpuacct"):
                 for folder in _levels(root / "sys/fs/cgroup" / name, group):
                     yield from _quota_v1(folder)
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """The limit in bytes of each cgroup that this process is in, from its own up to the mount."""
+    for controllers, group in _memberships(root):
+        mount, name = root / "sys/fs/cgroup", "memory.max"
+        if controllers:
+            mount, name = mount / "memory", "memory.limit_in_bytes"
+        if not controllers or "memory" in controllers.split(","):
+            for folder in _levels(mount, group):
+                with contextlib.suppress(OSError, ValueError):
+                    yield int((folder / name).read_text())
+
+
+def _memberships(root: Path) -> Iterator[tuple[str, str]]:
+    """The controllers (v1; none: v2) and path of each cgroup that this process is in."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        yield controllers, group
 
 
 def _levels(mount: Path, group: str) -> Iterator[Path]:

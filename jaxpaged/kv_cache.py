@@ -1,12 +1,13 @@
 """The page pool on the device, and how many pages fit in the memory given."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxpaged.config import MIB, CacheConfig
 from jaxpaged.errors import MemoryBudgetError
@@ -32,18 +33,24 @@ class KVCache(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What decides the size of a page. `layers`: those of one KV group, which are the pool's."""
+    """What decides the size of a page.
+
+    Attributes:
+        layers: those of one KV group, which are the pool's.
+        num_parts: of the KV heads, on different devices.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: np.dtype
+    num_parts: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: keys and values of one KV group's layers."""
-        return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        """Bytes of one page on one device: keys and values of one KV group's layers."""
+        return 2 * self.layers * (self.kv_heads // self.num_parts) * self.page_size * self.head_dim * self.dtype.itemsize
 
 
 class DeviceMemory(NamedTuple):
@@ -53,38 +60,16 @@ class DeviceMemory(NamedTuple):
     in_use_bytes: int
 
 
-def cache_shape(model: Any, cache: CacheConfig) -> CacheShape:
-    """The shape of a model's pages; `model` is its facts, or its family's `Config`."""
+def cache_shape(model: Any, cache: CacheConfig, *, num_parts: int = 1) -> CacheShape:
+    """The shape of a model's pages; `model` is its facts, or its family's `Config`, and `num_parts` as in `CacheShape`."""
     dtype = model.dtype if cache.dtype == "auto" else DTYPES[cache.dtype]
-    return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype)
+    return CacheShape(lay_out(model.windows).layers_per_group, model.kv_heads, model.head_dim, cache.page_size, dtype, num_parts)
 
 
-def make_cache(shape: CacheShape, num_pages: int) -> KVCache:
-    """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out."""
+def make_cache(shape: CacheShape, num_pages: int, sharding: jax.sharding.Sharding | None = None) -> KVCache:
+    """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out. `sharding`: None: on the first device."""
     dims = (shape.layers, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
-    return KVCache(jnp.zeros(dims, shape.dtype), jnp.zeros(dims, shape.dtype))
-
-
-def write(
-    cache: KVCache,
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    layer: Int32[Array, ""],
-    write_pages: Int32[Array, "tokens"],
-    write_offsets: Int32[Array, "tokens"],
-) -> KVCache:
-    """Puts each token's key and value at its page and offset; pages beyond the pool (padding) are dropped."""
-
-    def put(pool: Array, new: Array) -> Array:
-        limit = float(jnp.finfo(pool.dtype).max)
-        if limit < float(jnp.finfo(new.dtype).max):
-            # The cast would turn what is too large into NaN or infinity, which would then spread over the whole answer.
-            # In float32, since bfloat16 has no number between 65280 and 65536.
-            new = jnp.clip(new.astype(jnp.float32), -limit, limit)
-        at = pool.at[layer, write_pages, :, write_offsets]
-        return at.set(new.astype(pool.dtype), mode="drop", unique_indices=True)
-
-    return KVCache(put(cache.k, k), put(cache.v, v))
+    return KVCache(jnp.zeros(dims, shape.dtype, device=sharding), jnp.zeros(dims, shape.dtype, device=sharding))
 
 
 def count_pages(
@@ -128,9 +113,12 @@ def count_pages(
     return int(num_pages)
 
 
-def device_memory(device: jax.Device) -> DeviceMemory | None:
-    """Limit and use of an accelerator's memory; None where the backend keeps no account (CPU)."""
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return DeviceMemory(int(stats["bytes_limit"]), int(stats["bytes_in_use"]))
+def device_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
+    """Limit and use of that accelerator's memory that has least left; None where the backend keeps no account (CPU)."""
+    memories: list[DeviceMemory] = []
+    for device in devices:
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        memories.append(DeviceMemory(int(stats["bytes_limit"]), int(stats["bytes_in_use"])))
+    return min(memories, key=lambda memory: memory.limit_bytes - memory.in_use_bytes)

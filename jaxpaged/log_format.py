@@ -16,6 +16,8 @@ MAX_ID_CHARS = 128
 MAX_MESSAGE_CHARS = 1000
 MAX_GAP_S = 1.0
 """A longer pause between two steps is idleness: it is no part of a rate, and the next interval begins after it."""
+PHASES_IN_BYTES = ("download", "load")
+"""Their messages say how far they are."""
 
 
 class Level(enum.IntEnum):
@@ -91,7 +93,7 @@ class LogFormatter:
         self._num_compiled = 0
         self._num_from_cache = 0
         self._num_programs = 0
-        self._phase_said_s = float("-inf")
+        self._phase_said, self._phase_said_s = "", float("-inf")
 
     def lines(self, event: Event) -> list[LogLine]:
         """The lines of one event, in order; most events have one, a step has none until the interval is over."""
@@ -113,11 +115,16 @@ class LogFormatter:
         return f"compiling {self._num_compiled}/{self._num_programs}{cached}"
 
     def _phase_lines(self, event: events.PhaseChanged) -> list[LogLine]:
-        """A line per phase; of programs compiled quickly one after the other, one line a second and the last."""
-        text = self._phase(event)
-        if event.phase == "compile" and 0 < event.done < event.total and 0 <= event.time_s - self._phase_said_s < MAX_GAP_S:
+        """A line per phase; of parts that are done quickly one after the other, one line a second and the last.
+
+        A download draws its own lines or bar on the terminal, so only its beginning and its end are told.
+        """
+        text, is_last = self._phase(event), event.done == event.total
+        is_soon = 0 <= event.time_s - self._phase_said_s < MAX_GAP_S or event.phase == "download"
+        is_quiet = event.phase == self._phase_said and event.done > 0 and not is_last and is_soon
+        if is_quiet:
             return [LogLine(event.time_s, Level.DEBUG, text)]
-        self._phase_said_s = event.time_s
+        self._phase_said, self._phase_said_s = event.phase, event.time_s
         return [LogLine(event.time_s, Level.INFO, text)]
 
     def _phase(self, event: events.PhaseChanged) -> str:
@@ -127,8 +134,9 @@ class LogFormatter:
             self._num_programs = event.total
             self._num_compiled = max(self._num_compiled, event.done)
             return self.compile_progress()
-        count = f" {event.done}/{event.total}" if event.total else ""
-        return f"{clean(event.phase, 32)}{count}: {clean(event.message)}" if event.message else clean(event.phase, 32) + count
+        count = f" {event.done}/{event.total}" if event.total and event.phase not in PHASES_IN_BYTES else ""
+        name = clean(event.phase.replace("_", " "), 32)
+        return f"{name}{count}: {clean(event.message)}" if event.message else name + count
 
     def _compiled(self, event: events.ProgramCompiled) -> LogLine:
         origin = "read from the cache" if event.from_cache else "compiled"
@@ -242,6 +250,7 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 f"({event.pool_bytes / 2**20:.0f} MiB), {counted(event.num_programs, 'program')}; "
                 f"per step at most {counted(event.max_num_seqs, 'sequence')} "
                 f"and {counted(event.max_num_batched_tokens, 'token')}; context {counted(event.max_model_len, 'token')}"
+                f"{_kernels_text(event)}"
             )
         case events.HealthChanged():
             level = Level.ERROR if event.state == "dead" else Level.DEBUG if event.state in ("starting", "ready") else Level.INFO
@@ -249,9 +258,9 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 level = Level.INFO
             return level, f"health: {clean(event.state, 32)}{': ' + clean(event.message) if event.message else ''}"
         case events.HttpAnswered():
-            # Who asks a server that starts whether it is ready asks often.
-            is_said = event.end or (event.status >= 400 and event.status != 503)
-            return (Level.INFO if is_said else Level.DEBUG), _answered_text(event)
+            return (Level.DEBUG if event.is_routine else Level.INFO), _answered_text(event)
+        case events.RequestTraced():
+            return Level.DEBUG, f"answer {clean(event.answer_id, MAX_ID_CHARS)} belongs to the trace {clean(event.parent, 64)}"
         case events.LoadChanged():
             return Level.DEBUG, (
                 f"running {event.num_running}, waiting {event.num_waiting}; "
@@ -264,6 +273,13 @@ def _plain_text(event: Event) -> tuple[Level, str]:
         case _:
             # A new kind of event still leaves a trace, until its own line is written.
             return Level.DEBUG, clean(repr(event))
+
+
+def _kernels_text(event: events.EngineStarted) -> str:
+    """The implementations, and on a GPU why those of more promise were not taken; elsewhere everybody knows."""
+    refused = event.kernels_refused if event.platform not in ("", "cpu") else ()
+    told = (f"; {label} {', '.join(map(clean, parts))}" for label, parts in (("kernels:", event.kernels), ("not taken:", refused)) if parts)
+    return "".join(told)
 
 
 def _finished_text(event: events.RequestFinished) -> str:
@@ -292,7 +308,8 @@ def _answered_text(event: events.HttpAnswered) -> str:
         parts.append(f"answer {clean_id(event.answer_id)}")
     if event.body:
         parts.append(f"body {clean(event.body)}")
-    what = f"{clean(event.method, 16)} {clean(event.path, MAX_ID_CHARS) or '(no such path)'}"
+    path = clean(event.path, MAX_ID_CHARS) or ("(no such path)" if event.status in (404, 405) else "(not looked up)")
+    what = f"{clean(event.method, 16)} {path}" if event.method else "(no request)"
     return f"request {clean_id(event.request_id)} {what} {event.status or 'left'}{f' ({ends})' if ends else ''}: {', '.join(parts)}"
 
 

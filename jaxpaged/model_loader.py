@@ -1,7 +1,7 @@
 """Weights from a checkpoint onto the device, tensor by tensor."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,13 @@ from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
+from jaxpaged.loading.orbax_checkpoint import OrbaxCheckpoint
 from jaxpaged.loading.quantize_weights import quantize_weights
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
 from jaxpaged.models import Architecture, Family, find_architecture, load_family, make_config
+from jaxpaged.parallel.cuts import ReplicaShape, cut_parameters
+from jaxpaged.parallel.replica import Replica
+from jaxpaged.parameter_sizes import ParameterSize, parameter_sizes
 from jaxpaged.step_program import LoadedModel
 
 DTYPES = {
@@ -40,6 +44,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hf_config: the settled config that the family's `Config` is read from.
         max_model_len: the longest text that the engine takes, where the options say so.
+        sizes: of the parameters.
         is_encoder: see `models.Architecture`.
     """
 
@@ -48,6 +53,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     generation_config: dict[str, Any]
     eos_token_ids: tuple[int, ...]
+    sizes: tuple[ParameterSize, ...] = ()
     is_encoder: bool = False
 
 
@@ -99,7 +105,9 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
         eos_token_ids=eos_token_ids(checkpoint.hf_config, checkpoint.generation_config),
         is_encoder=architecture.is_encoder,
     )
-    return with_structure(description)
+    structure = with_structure(description).structure
+    sizes = parameter_sizes(structure().expected, structure().family.WEIGHTS)
+    return DescribedModel(msgspec.structs.replace(description, sizes=sizes), structure)
 
 
 def with_structure(description: ModelDescription) -> DescribedModel:
@@ -114,17 +122,33 @@ def with_structure(description: ModelDescription) -> DescribedModel:
     return DescribedModel(description, structure)
 
 
-def load_model(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> LoadedModel:
-    """Puts the checkpoint's weights on the device; arguments and errors as for `convert_weights`."""
-    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed))
+def load_model(
+    checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0, replica: Replica | None = None
+) -> LoadedModel:
+    """Puts the checkpoint's weights on the device, or on those of `replica`; arguments and errors as for `convert_weights`."""
+    return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed), replica)
 
 
-def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+def make_replica(described: DescribedModel, shape: ReplicaShape, devices: Sequence[jax.Device]) -> Replica:
+    """The devices of one copy of a model, and what of it each of them gets."""
+    structure = described.structure()
+    return Replica.over(devices, shape, cut_parameters(structure.family.WEIGHTS, structure.config.axis_sizes, shape))
+
+
+def convert_weights(
+    checkpoint: Checkpoint,
+    described: DescribedModel,
+    *,
+    num_threads: int = 1,
+    seed: int = 0,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> dict[str, np.ndarray]:
     """The checkpoint's weights as the model takes them: parameter path -> aligned array, in the order of the leaves.
 
     Args:
         num_threads: tensors that are converted at the same time.
         seed: of random weights, where the checkpoint is a config alone.
+        on_bytes: told the size of each part as it is there; from several threads, one at a time.
 
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
@@ -134,16 +158,29 @@ def convert_weights(checkpoint: Checkpoint, described: DescribedModel, *, num_th
     expected = structure.expected if structure.quantization is None else make_structure(family, config).expected
     if isinstance(checkpoint, DummyCheckpoint):
         arrays = draw(expected, seed)
+    elif isinstance(checkpoint, OrbaxCheckpoint):
+        arrays = checkpoint.read_parameters(expected, on_bytes=on_bytes)
     else:
-        arrays = fill(checkpoint, family.WEIGHTS, expected, config.axis_sizes, may_be_unread=_UNREAD, num_threads=num_threads)
+        arrays = fill(
+            checkpoint,
+            family.WEIGHTS,
+            expected,
+            config.axis_sizes,
+            may_be_unread=_UNREAD,
+            num_threads=num_threads,
+            on_bytes=on_bytes,
+        )
     return arrays if structure.quantization is None else quantize_weights(arrays, structure.expected)
 
 
-def to_device(described: DescribedModel, arrays: dict[str, np.ndarray]) -> LoadedModel:
-    """Puts converted weights on the device, and takes them out of `arrays`.
+def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:
+    """Puts converted weights on the device, or their parts on those of a replica, and takes them out of `arrays`.
 
     On CPU aligned arrays become the device's buffers as they are; elsewhere each host copy goes as soon as it is sent.
     """
+    if replica is not None:
+        parts = tuple(jax.block_until_ready(replica.put(path, arrays.pop(path))) for path in list(arrays))
+        return LoadedModel(described.facts, described.structure, parts, replica)
     params = tuple(jax.device_put(arrays.pop(path), may_alias=True) for path in list(arrays))
     return LoadedModel(described.facts, described.structure, params)
 

@@ -1,6 +1,7 @@
 """Room 4 to 6: the model on its device, one compiled step per bucket, and the one call that reaches it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -11,6 +12,7 @@ from jaxpaged.batch import BatchLayout
 from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_blocks, return_freed_memory
+from jaxpaged.kernel_choice import ToldChoices
 from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
@@ -60,6 +62,11 @@ SLOT_BYTES_PER_TOKEN = 8
 """Of the vocabulary, for each slot: a count and a bias."""
 
 
+def slot_bytes(num_slots: int, vocab: int, embed: int) -> int:
+    """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
+    return num_slots * (4 + SLOT_BYTES_PER_TOKEN * vocab + 4 * embed)
+
+
 class ModelRunner:
     """Owns the weights, the page pool and the programs. Only the engine's thread calls `run`."""
 
@@ -73,9 +80,11 @@ class ModelRunner:
         max_parallel: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         traced: TracedPrograms | None = None,
+        kernels: Mapping[str, str] = MappingProxyType({}),
         load_again: Callable[[], LoadedModel] | None = None,
         fits_context: bool = False,
         on_compiled: Callable[[Compiled], None] = lambda _: None,
+        on_warmed: Callable[[int, int], None] = lambda *_: None,
         before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
     ) -> None:
         """Allocates the pool, compiles every bucket and runs a first, empty step.
@@ -88,25 +97,34 @@ class ModelRunner:
             max_parallel: programs compiled at the same time.
             logprobs_mode: what requests are told that ask for log-probabilities.
             traced: where the tracing of programs is kept; None: nowhere.
+            kernels: op -> the implementation that it must run with; the others take the best for the device.
             load_again: reads the weights anew, after a sleep that did not keep them; None: every sleep keeps them.
             fits_context: shorten the context to what the pool can hold ("auto").
             on_compiled: called for each program.
+            on_warmed: called with the number of first steps that are done, and of all of them; with 0 before the first.
             before_compiling: called once the pool is there.
 
         Raises:
             MemoryBudgetError: the pool does not fit.
+            ConfigError: a kernel that was asked for does not take this model on this device.
         """
         self.limits, self.page_size, self.vocab = limits, cache.page_size, model.facts.vocab
         self._model, self._embed = model, model.facts.embed
         self._load_again = load_again
         self._host_weights: HostWeights | None = None
-        self.cache_shape = cache_shape(model.facts, cache)
+        self._replica = model.replica
+        self.cache_shape = cache_shape(model.facts, cache, num_parts=model.replica.shape.pool_parts if model.replica else 1)
         self._step = StepProgram(
-            model, self.cache_shape, num_ids=num_ids, logprobs_mode=logprobs_mode, traced=traced or TracedPrograms(None)
+            model,
+            self.cache_shape,
+            num_ids=num_ids,
+            logprobs_mode=logprobs_mode,
+            traced=traced or TracedPrograms(None),
+            kernels=kernels,
         )
         self.kv_groups = lay_out(model.facts.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
-        device = device_memory(jax.devices()[0])
+        device = device_memory(model.replica.devices if model.replica else jax.devices()[:1])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)
         self.num_pages = 2
         scratch = 0
@@ -137,21 +155,29 @@ class ModelRunner:
         self._watch = CompilationWatch()
         try:
             # The first call of a program on a GPU loads it and records its command buffers; on CPU one call shows that steps work.
-            for layout in self.layouts[:1] if device is None else self.layouts:
+            tried = self.layouts[:1] if device is None else self.layouts
+            on_warmed(0, len(tried))
+            for index, layout in enumerate(tried):
                 np.asarray(self.run(layout, self._idle_blob(layout)))
+                on_warmed(index + 1, len(tried))
         except BaseException:
             self._watch.close()
             raise
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the page pool."""
+        """Bytes of the page pool on one device."""
         return self.num_pages * self.cache_shape.page_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of what the device keeps of each slot: the last id, a count and a bias per token of the vocabulary, a hidden state."""
-        return self.limits.max_num_seqs * (4 + SLOT_BYTES_PER_TOKEN * self.vocab + 4 * self._embed)
+        """Bytes of what the device keeps of all slots."""
+        return slot_bytes(self.limits.max_num_seqs, self.vocab, self._embed)
+
+    @property
+    def told_kernels(self) -> ToldChoices:
+        """Which kernels the programs have."""
+        return self._step.told_choices
 
     @property
     def num_compiled_while_running(self) -> int:
@@ -236,9 +262,12 @@ class ModelRunner:
 
     def _new_state(self) -> DeviceState:
         num_slots = self.limits.max_num_seqs
-        slots = SlotRows(jnp.zeros((num_slots, self.vocab), jnp.int32), jnp.zeros((num_slots, self.vocab), jnp.float32))
-        pooled = jnp.zeros((num_slots, self._embed), jnp.float32)
-        return DeviceState(make_cache(self.cache_shape, self.num_pages), jnp.zeros(num_slots, jnp.int32), slots, pooled)
+        whole, pool = (self._replica.whole, self._replica.pool) if self._replica else (None, None)
+        counts = jnp.zeros((num_slots, self.vocab), jnp.int32, device=whole)
+        bias = jnp.zeros((num_slots, self.vocab), jnp.float32, device=whole)
+        pooled = jnp.zeros((num_slots, self._embed), jnp.float32, device=whole)
+        last_ids = jnp.zeros(num_slots, jnp.int32, device=whole)
+        return DeviceState(make_cache(self.cache_shape, self.num_pages, pool), last_ids, SlotRows(counts, bias), pooled)
 
     def _layout(self, bucket: int) -> BatchLayout:
         return BatchLayout(
@@ -256,9 +285,11 @@ class ModelRunner:
             return SlotRows(slots.counts.at[slot].set(counts, mode="drop"), slots.bias.at[slot].set(bias, mode="drop"))
 
         assert self._state is not None
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._state.slots)
-        counts, bias = (jax.ShapeDtypeStruct((self.vocab,), dtype) for dtype in (jnp.int32, jnp.float32))
-        return jax.jit(write, donate_argnums=0).lower(shapes, jax.ShapeDtypeStruct((), jnp.int32), counts, bias).compile()
+        whole = self._replica and self._replica.whole
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), self._state.slots)
+        counts, bias = (jax.ShapeDtypeStruct((self.vocab,), dtype, sharding=whole) for dtype in (jnp.int32, jnp.float32))
+        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        return jax.jit(write, donate_argnums=0).lower(shapes, slot, counts, bias).compile()
 
     def _idle_blob(self, layout: BatchLayout) -> np.ndarray:
         """A step in which nothing is live: it writes to no page."""

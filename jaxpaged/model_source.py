@@ -1,6 +1,7 @@
 """A model's weights from what an earlier start kept of them, or else from its files."""
 
 import concurrent.futures
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from jaxpaged.model_loader import (
     to_device,
     with_structure,
 )
+from jaxpaged.parallel.replica import Replica
 from jaxpaged.step_program import LoadedModel
 
 
@@ -55,8 +57,12 @@ class ModelSource:
         self._ahead = pool.submit(self._map_kept)
         pool.shutdown(wait=False)
 
-    def load(self) -> LoadedModel:
+    def load(self, replica: Replica | None = None, *, on_bytes: Callable[[int], None] = lambda _: None) -> LoadedModel:
         """Puts the weights on the device: mapped from the file of an earlier load, or converted, and kept for the next one.
+
+        Args:
+            replica: the devices to put them on; None: one.
+            on_bytes: told the size of each part that is converted.
 
         Raises:
             CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
@@ -65,9 +71,9 @@ class ModelSource:
         arrays = self._map_kept() if ahead is None else ahead.result()
         if arrays is None:
             with open_checkpoint(self._files, load_format=self._load_format) as checkpoint:
-                arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads, seed=self._seed)
+                arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads, seed=self._seed, on_bytes=on_bytes)
             self._kept.keep_weights(arrays, self._weight_options)
-        return to_device(self.described, arrays)
+        return to_device(self.described, arrays, replica)
 
     def _map_kept(self) -> dict[str, np.ndarray] | None:
         return self._kept.map_weights(self._weight_options, num_threads=self._num_threads)

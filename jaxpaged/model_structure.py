@@ -15,6 +15,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         windows: for each layer, the positions that a token sees, itself included; None: all.
+        experts: of each layer; 1 where there is no mixture.
         dtype_name: type of weights and activations, as numpy calls it.
         words: the family's config in words, which tell its programs from all others.
         quantization: of the weights of linear maps and embeddings; none: they have the type of activations.
@@ -22,10 +23,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab: int
     embed: int
+    heads: int
     kv_heads: int
     head_dim: int
     max_positions: int
     windows: tuple[int | None, ...]
+    experts: int
     dtype_name: str
     words: str
     quantization: str | None = None
@@ -57,10 +60,12 @@ def facts_of(config: Any, quantization: str | None = None) -> ModelFacts:
     return ModelFacts(
         vocab=config.vocab,
         embed=config.embed,
+        heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         max_positions=config.max_positions,
         windows=tuple(config.windows),
+        experts=config.axis_sizes.get("experts", 1),
         dtype_name=str(config.dtype),
         words=repr((type(config).__module__, config)),
         quantization=quantization,

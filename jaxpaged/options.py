@@ -136,7 +136,7 @@ def load_with_origins(
     """Like `load`, and says where each value that was set came from."""
     merged: dict[str, tuple[Any, str]] = {}
     if config_path is not None:
-        for path, (value, key) in _flatten(_read_yaml(Path(config_path)), source=f"key in {config_path}").items():
+        for path, (value, key) in _flatten(read_yaml(Path(config_path)), source=f"key in {config_path}").items():
             merged[path] = (value, f"{config_path}: {key}")
     merged |= _read_env(env or {})
     for path, (value, key) in _flatten(overrides or {}, source="option").items():
@@ -170,11 +170,6 @@ def validate(config: Config) -> None:
             config.compilation.enforce_eager,
             "compilation.enforce_eager",
             "enforce_eager is refused: every step is a compiled program; leave it out, and use compilation.token_buckets to compile fewer",
-        ),
-        (
-            config.parallel.tensor_parallel_size > 1,
-            "parallel.tensor_parallel_size",
-            f"tensor_parallel_size {config.parallel.tensor_parallel_size} is not served yet; only 1 is",
         ),
     ]
     for is_refused, path, message in refusals:
@@ -307,7 +302,7 @@ def _read_env(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """The file's mapping.
 
     Raises:

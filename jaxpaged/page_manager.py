@@ -11,7 +11,7 @@ layers share the pool (`kv_groups`): a page belongs to whichever group it was gi
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
@@ -66,6 +66,11 @@ class PageManager:
         return len(self._idle)
 
     @property
+    def idle_pages(self) -> Collection[int]:
+        """Pages that nobody uses and a match may find, the next to be recycled first; a view."""
+        return self._idle.keys()
+
+    @property
     def num_available(self) -> int:
         """Pages that `allocate` could give out now."""
         return len(self._free) + len(self._idle)
@@ -110,6 +115,10 @@ class PageManager:
                 self._take(page)
                 tables[index].append(page)
         return tables
+
+    def num_hit_pages(self, token_ids: Sequence[int], prefix: PrefixChain) -> int:
+        """Pages that `match` would find now; none is taken."""
+        return self._longest_hit(token_ids, prefix) if self.enable_prefix_caching else 0
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Gives out `num_pages` private pages, recycling idle cached ones when the free ones run out.

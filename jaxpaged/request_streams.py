@@ -11,6 +11,7 @@ from jaxpaged.engine_driver import EngineDriver
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.mailbox import Mailbox
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Request, RequestOutput, RequestOutputKind, SamplingParams
 
 
@@ -30,7 +31,13 @@ class RequestStreams:
         self._driver, self._intake, self._tokenizer_pool, self._clock = driver, intake, tokenizer_pool, clock
 
     def outputs(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, kind: RequestOutputKind | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        kind: RequestOutputKind | None,
+        group: QueueGroup | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the outputs of one request.
 
@@ -40,6 +47,7 @@ class RequestStreams:
             request_id: None makes one.
             priority: lower goes first.
             kind: which outputs are made; None: as `params` say.
+            group: requests that the limits of the queue are asked for once.
 
         Raises:
             InvalidRequestError: a bad prompt, parameter or id.
@@ -50,14 +58,16 @@ class RequestStreams:
         if kind is not None and isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=kind)
         make = functools.partial(self._intake.request, prompt, params, request_id=request_id, priority=priority)
-        return self.outputs_of(make, request_id)
+        return self.outputs_of(make, request_id, group)
 
-    async def outputs_of(self, make: Callable[..., Request], request_id: str | None) -> AsyncIterator[RequestOutput]:
+    async def outputs_of(
+        self, make: Callable[..., Request], request_id: str | None, group: QueueGroup | None = None
+    ) -> AsyncIterator[RequestOutput]:
         """As `outputs`, of the request that `make` gives, which is told the time as `arrival_s`."""
         with self._driver.arriving(request_id) as arrival:
             request = await self.made(make, request_id)
             mailbox = Mailbox(asyncio.get_running_loop(), is_delta=request.params.output_kind is RequestOutputKind.DELTA)
-            self._driver.add(request, mailbox, arrival)
+            self._driver.add(request, mailbox, arrival, group)
         is_finished = False
         try:
             while not is_finished:
@@ -88,11 +98,11 @@ class RequestStreams:
         except RuntimeError:  # another thread has closed the engine since the check
             raise EngineDeadError("the engine is closed") from None
 
-    async def last_output_of(self, request: Request) -> RequestOutput:
+    async def last_output_of(self, request: Request, group: QueueGroup | None = None) -> RequestOutput:
         """Queues a request that gives one output, and waits for it. Raises as `outputs`."""
         mailbox = Mailbox(asyncio.get_running_loop(), is_delta=False)
         with self._driver.arriving(request.request_id) as arrival:
-            self._driver.add(request, mailbox, arrival)
+            self._driver.add(request, mailbox, arrival, None if request.is_let_in else group)
         output = None
         try:
             output = await mailbox.get()

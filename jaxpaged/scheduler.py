@@ -46,7 +46,7 @@ _QUEUE_KEY = attrgetter("queue_key")
 
 
 class Scheduler:
-    """Owns all unfinished sequences and their page tables. Only the engine's thread calls it.
+    """Owns all unfinished sequences and their page tables; those in `running` have pages. Only the engine's thread calls it.
 
     Args:
         page_manager: the pool.
@@ -88,7 +88,7 @@ class Scheduler:
         self._budget = StepBudget(policy, max_num_batched_tokens, token_buckets)
         self._queue = WaitingQueue(policy.ageing_s)
         self._samples = SampleGroups(page_manager)
-        self._running = RunningSet(page_manager, self.max_num_seqs)
+        self.running = self._running = RunningSet(page_manager, self.max_num_seqs)
         self._rows = RunningRows(page_manager, self._queue, self._running)
         self._admission = Admission(page_manager, self._queue, self._running, self._limits, self._budget, takes_whole_prompts)
         self._unfinished: dict[str, Sequence] = {}
@@ -141,14 +141,13 @@ class Scheduler:
         return self._limits.most_prompt_tokens
 
     def check_fits(self, num_prompt: int) -> None:
-        """Checks that a prompt of `num_prompt` tokens can ever run.
-
-        Raises:
-            InvalidRequestError: the prompt is empty.
-            ContextLengthError: the prompt leaves no room for an answer in the context.
-            PoolTooSmallError: the prompt and one token can never fit in the page pool.
-        """
+        """Raises as `AdmissionLimits.check_fits` for a prompt of `num_prompt` tokens that can never run."""
         self._limits.check_fits(num_prompt)
+
+    def check_queue(self, num_prompt: int) -> None:
+        """Raises QueueFullError when the limits of the queue do not let one more prompt of so many tokens in."""
+        num_waiting_tokens = self._queue.num_prompt_tokens + self._samples.num_prompt_tokens
+        self._limits.check_queue(num_prompt, self.num_waiting, num_waiting_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue, behind all of its priority, and sets its `max_total_tokens`.
@@ -160,8 +159,7 @@ class Scheduler:
             QueueFullError: too much waits already.
         """
         self._check_new(sequence)
-        num_waiting_tokens = self._queue.num_prompt_tokens + self._samples.num_prompt_tokens
-        self._limits.check_queue(sequence.num_prompt_tokens, self.num_waiting, num_waiting_tokens)
+        self.check_queue(sequence.num_prompt_tokens)
         self._enqueue(sequence, has_queue_limit=True)
 
     def add_sample(self, sequence: Sequence) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxpaged import events
 from jaxpaged.clocks import Clocks
 from jaxpaged.config import Config
+from jaxpaged.loading.progress import Progress, TransferReport, figures, progress_on
 from jaxpaged.loading.sources import resolve
 from jaxpaged.sinks import FanOut
 from jaxpaged.tokenizer_files import require_tokenizer
@@ -16,6 +17,8 @@ from jaxpaged.tokenizer_files import require_tokenizer
 if TYPE_CHECKING:
     from jaxpaged.engine import Engine
     from jaxpaged.intake import Intake
+
+SAID_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,43 @@ class StartReport:
     def phase(self, name: str, message: str, done: int = 0, total: int = 0) -> None:
         """Says what is done now, and how much of it is done."""
         self.emit(events.PhaseChanged(time_s=self.clocks.wall(), phase=name, message=message, done=done, total=total))
+
+
+class DownloadPhase:
+    """What is fetched, drawn as ever, and said as the phase `download` once a second: bytes done and in all.
+
+    Args:
+        report: who is told.
+        drawn: draws it; None: on standard error, once there is something to draw.
+    """
+
+    def __init__(self, report: StartReport, drawn: Progress | None = None) -> None:
+        self._report, self._drawn = report, drawn
+        self._said_s = float("-inf")
+
+    def show(self, report: TransferReport) -> None:
+        """See `Progress`."""
+        self._target().show(report)
+        now_s = self._report.clocks.monotonic()
+        if report.is_finished or now_s - self._said_s >= SAID_EVERY_S:
+            self._said_s = now_s
+            done = report.done_bytes
+            total = done if report.is_finished else report.total_bytes or 0
+            self._report.phase("download", f"{report.label}: {figures(report)}", done, total)
+
+    def note(self, message: str) -> None:
+        """See `Progress`."""
+        self._target().note(message)
+
+    def close(self) -> None:
+        """See `Progress`."""
+        if self._drawn is not None:
+            self._drawn.close()
+
+    def _target(self) -> Progress:
+        if self._drawn is None:
+            self._drawn = progress_on()
+        return self._drawn
 
 
 class Started(NamedTuple):
@@ -56,8 +96,8 @@ def _start_engine(config: Config, emit: events.Sink) -> Started:
     clocks = Clocks()
     report = StartReport(emit, clocks, clocks.monotonic())
     emit(events.HealthChanged(time_s=clocks.wall(), state="starting"))
-    report.phase("resolve", f"finding {config.model.model}")
-    files = resolve(config.model)
+    report.phase("find", f"finding {config.model.model}")
+    files = resolve(config.model, progress=DownloadPhase(report))
     path = files.path if files.tokenizer_path is None else files.tokenizer_path
     if path.is_dir() and config.model.load_format != "dummy":
         require_tokenizer(path)

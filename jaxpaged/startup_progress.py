@@ -19,7 +19,7 @@ def startup_renderer(columns: int) -> Callable[[Event], bytes]:
 
     def render(event: Event) -> bytes:
         match event:
-            case events.PhaseChanged(phase="resolve"):
+            case events.PhaseChanged(phase="find" | "download"):
                 return b""  # a pull draws its own bar on this terminal
             case events.PhaseChanged():
                 text = formatter.lines(event)[0].text

@@ -1,30 +1,39 @@
 """Room 5: the step as one function of arrays (model, sampler, log-probabilities), and its lowering for a bucket."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.batch import BatchLayout, take_ids_from_slots, unpack
 from jaxpaged.config import LogprobsMode
+from jaxpaged.kernel_choice import ToldChoices, kernel_error, told_choices
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
 from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of
+from jaxpaged.parallel.replica import Replica
 from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
 from pallas_kernels import native
+from pallas_kernels.dispatch import UnsupportedKernelError
 
 
 class LoadedModel(NamedTuple):
-    """A model's facts and weights: parameter leaves in the order of its structure, which is made when it is first asked for."""
+    """A model's facts and weights: parameter leaves in the order of its structure, which is made when it is first asked for.
+
+    `replica`: the devices that share them; None: they lie on one.
+    """
 
     facts: ModelFacts
     structure: Callable[[], ModelStructure]
     params: tuple[jax.Array, ...]
+    replica: Replica | None = None
 
     @classmethod
     def of(cls, structure: ModelStructure, params: tuple[jax.Array, ...]) -> "LoadedModel":
@@ -81,18 +90,32 @@ class StepProgram:
         num_ids: int,
         traced: TracedPrograms,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._structure = model.structure
-        self._params = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.params)
+        self._replica = model.replica
+        shardings = [leaf.sharding if model.replica else None for leaf in model.params]
+        self._params = tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf, sharding in zip(model.params, shardings, strict=True)
+        )
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
         # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
         has_native = model.facts.quantization is not None and native.library().missing is None
         self._fixed = (model.facts.words, model.facts.quantization, has_native, cache_shape, num_ids, logprobs_mode)
-        self._traced = traced
+        self._traced, self._kernels = traced, kernels
+
+    @property
+    def told_choices(self) -> ToldChoices:
+        """Which kernels the programs so far have."""
+        return told_choices(self._traced.choices)
 
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
-        """Lowers the step for one layout."""
+        """Lowers the step for one layout.
+
+        Raises:
+            ConfigError: a kernel that was asked for does not take this model on this device.
+        """
 
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             from flax import nnx  # late: it is needed only where a program is traced
@@ -115,16 +138,26 @@ class StepProgram:
             counted = count_ids(state.slots, rows, targets, ids)
             return result, DeviceState(cache, last_ids, counted, keep_sums(state.pooled, batch, pooled))
 
-        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-        return self._traced.lower(step, (self._params, self._state(layout), blob), donate=1, fixed=repr((self._fixed, layout)))
+        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32, sharding=self._replica and self._replica.whole)
+        args, fixed = (self._params, self._state(layout), blob), repr((self._fixed, layout))
+        try:
+            if self._replica is None:
+                return self._traced.lower(step, args, donate=1, fixed=fixed, kernels=self._kernels)
+            _, state, _ = specs = jax.tree.map(lambda like: like.sharding.spec, args)
+            # What comes out beside the state is the same on every device, as all that it is computed from is: JAX cannot know.
+            sharded = jax.shard_map(step, mesh=self._replica.mesh, in_specs=specs, out_specs=(PartitionSpec(), state), check_vma=False)
+            return self._traced.lower_unkept(jax.jit(sharded, donate_argnums=1), args, kernels=self._kernels)
+        except UnsupportedKernelError as error:
+            raise kernel_error(error) from error
 
     def _state(self, layout: BatchLayout) -> Any:
         """Shapes and types of `DeviceState`."""
         shape, num_slots = self._cache_shape, layout.num_slots
         dims = (shape.layers, layout.num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
-        pool = jax.ShapeDtypeStruct(dims, shape.dtype)
-        last_ids = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
-        counts = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.int32)
-        bias = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.float32)
-        pooled = jax.ShapeDtypeStruct((num_slots, self._embed), jnp.float32)
+        whole = self._replica and self._replica.whole
+        pool = jax.ShapeDtypeStruct(dims, shape.dtype, sharding=self._replica and self._replica.pool)
+        last_ids = jax.ShapeDtypeStruct((num_slots,), jnp.int32, sharding=whole)
+        counts = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.int32, sharding=whole)
+        bias = jax.ShapeDtypeStruct((num_slots, self._vocab), jnp.float32, sharding=whole)
+        pooled = jax.ShapeDtypeStruct((num_slots, self._embed), jnp.float32, sharding=whole)
         return DeviceState(KVCache(pool, pool), last_ids, SlotRows(counts, bias), pooled)  # type: ignore[arg-type]  # shapes stand for arrays

@@ -141,6 +141,16 @@ class Tokenizer:
             text = text.removeprefix(" ")
         return text
 
+    def with_ends(self, token_ids: Sequence[int]) -> list[int]:
+        """Ids of a text, with the begin and end tokens that `encode` adds to one."""
+        plain, whole = (self.encode("a", add_special_tokens) for add_special_tokens in (False, True))
+        num_before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        return [*whole[:num_before], *token_ids, *whole[num_before + len(plain) :]]
+
+    def spelling(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; its text, for an id that the vocabulary does not have."""
+        return self._spelling(token_id) or self.token_text(token_id)
+
     def token_text(self, token_id: int) -> str:
         """One token alone, control tokens shown; a part of a character shows as U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", "replace")

@@ -5,6 +5,7 @@ Names follow the `gen_ai.*` conventions.
 """
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxpaged.log_format import MAX_ID_CHARS, MAX_MESSAGE_CHARS, clean
 from jaxpaged.sinks import QueueSink
 
 NANOSECONDS = 1_000_000_000
+MAX_PARENTS = 4096
 
 
 class NoTarget:
@@ -40,21 +42,31 @@ class NoTarget:
 
 
 class RequestSpans:
-    """Makes the spans of requests that end.
+    """Makes the spans of requests that end. One is the child of its client's span, where the client has said which that is.
 
     Args:
         tracer: OpenTelemetry's.
         trace: the module `opentelemetry.trace`.
+        propagator: reads a `traceparent`.
         model: the name that clients know.
     """
 
-    def __init__(self, tracer: Any, trace: Any, model: str) -> None:
-        self._tracer, self._trace, self._model = tracer, trace, model
+    def __init__(self, tracer: Any, trace: Any, propagator: Any, model: str) -> None:
+        self._tracer, self._trace, self._propagator, self._model = tracer, trace, propagator, model
+        self._parents: OrderedDict[str, str] = OrderedDict()
+        """Of answers that are being made."""
 
     def __call__(self, event: events.Event) -> bytes:
         """Spans of an event, and no line."""
-        if isinstance(event, events.RequestFinished):
-            self._finished(event)
+        match event:
+            case events.RequestTraced():
+                self._parents[event.answer_id] = event.parent
+                if len(self._parents) > MAX_PARENTS:
+                    self._parents.popitem(last=False)
+            case events.RequestFinished():
+                self._finished(event)
+            case events.HttpAnswered():
+                self._parents.pop(event.answer_id, None)
         return b""
 
     def _finished(self, event: events.RequestFinished) -> None:
@@ -73,7 +85,11 @@ class RequestSpans:
             "jaxpaged.answers": event.num_samples,
         }
         kind = self._trace.SpanKind.SERVER
-        span = self._tracer.start_span(f"text_completion {self._model}", start_time=begin_ns, attributes=attributes, kind=kind)
+        # The engine's requests behind an answer are called the same, with their index behind.
+        parent = self._parents.get(event.request_id.rpartition("-")[0])
+        around = None if parent is None else self._propagator.extract({"traceparent": parent}, context={})
+        name = f"text_completion {self._model}"
+        span = self._tracer.start_span(name, context=around, start_time=begin_ns, attributes=attributes, kind=kind)
         if event.reason == "error":
             message = clean(event.message or "", MAX_MESSAGE_CHARS)
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, message))
@@ -100,6 +116,7 @@ def open_traces(config: TracingConfig, model: str, exporter: Any = None) -> Queu
     """
     try:
         trace = importlib.import_module("opentelemetry.trace")
+        context = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
         sdk = importlib.import_module("opentelemetry.sdk.trace")
         export = importlib.import_module("opentelemetry.sdk.trace.export")
         resources = importlib.import_module("opentelemetry.sdk.resources")
@@ -111,4 +128,5 @@ def open_traces(config: TracingConfig, model: str, exporter: Any = None) -> Queu
         raise ConfigError(message, param="tracing.otlp_endpoint") from error
     provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": config.service_name}), shutdown_on_exit=False)
     provider.add_span_processor(export.BatchSpanProcessor(exporter))
-    return QueueSink("traces", NoTarget(provider.shutdown), RequestSpans(provider.get_tracer("jaxpaged"), trace, model))
+    spans = RequestSpans(provider.get_tracer("jaxpaged"), trace, context.TraceContextTextMapPropagator(), model)
+    return QueueSink("traces", NoTarget(provider.shutdown), spans)

@@ -8,6 +8,10 @@ CAPABILITY_OF_KIND = {"A100": (8, 0), "A6000": (8, 6), "H100": (9, 0), "H200": (
 """Compute capability by a word of the device kind, for devices that are not there to be asked."""
 
 
+HOPPER = (9, 0)
+"""What our Mosaic kernels are written for."""
+
+
 class GpuTarget(NamedTuple):
     """A GPU: its name, compute capability (major, minor), and number of multiprocessors."""
 
@@ -35,3 +39,11 @@ def gpu_target() -> GpuTarget | None:
 def platform() -> str:
     """The platform that programs are traced for now: gpu, cpu, ..."""
     return "gpu" if gpu_target() is not None else jax.default_backend()
+
+
+def hopper_refusals(target: GpuTarget) -> list[str]:
+    """A sentence if the GPU is no Hopper."""
+    if target.capability == HOPPER:
+        return []
+    has = "an unknown one" if target.capability is None else ".".join(map(str, target.capability))
+    return [f"it needs compute capability 9.0, and {target.kind} has {has}"]

@@ -40,3 +40,22 @@ def column_slices(width: int, dtype: Any) -> list[Any]:
     """Slices of a tiled matrix, so that a warpgroup need not hold all of it in registers at once."""
     step = tiling(width, dtype)[0].tiling[1]
     return [pl.ds(start, step) for start in range(0, width, step)]
+
+
+HAS_UNTILED = hasattr(plgpu, "store")
+"""Whether this jax reads and writes plain rows of shared memory with threads that do not fall on different banks; 0.12 does."""
+
+
+def load_untiled(rows: Any) -> Any:
+    """A float32 matrix of `ROWS` rows from rows that lie plainly in shared memory, where nothing has to be fast."""
+    if HAS_UNTILED:
+        return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+    return plgpu.layout_cast(rows[...], plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def store_untiled(rows: Any, values: Any) -> None:
+    """Writes a matrix back to such rows, in their type."""
+    if HAS_UNTILED:
+        plgpu.store(rows, values.astype(rows.dtype), optimized=False)
+    else:
+        rows[...] = values.astype(rows.dtype)

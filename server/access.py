@@ -1,6 +1,7 @@
 """The outermost layer: every request gets an id and a record, is in the books until it is over, and HEAD works wherever GET does."""
 
 from server.asgi_types import App, Message, Receive, Scope, Send
+from server.http_protocol import refusal_of
 from server.ledger import GENERATION_PATHS, RECORD_KEY, RequestRecord
 from server.phase import Phase
 from server.request_ids import RequestIds
@@ -21,8 +22,10 @@ class AccessLayer:
             return
         service = self._service
         method: str = scope["method"]
+        refusal = refusal_of(scope)
+        refusal.request_id = refusal.request_id or self._ids.name(scope["headers"])
         record = RequestRecord(
-            request_id=self._ids.name(scope["headers"]),
+            request_id=refusal.request_id,
             method=method,
             path="",
             received_s=service.clocks.monotonic(),
@@ -49,4 +52,6 @@ class AccessLayer:
             await self._app(inner, receive, send_with_id)
         finally:
             record.path = inner.get("path_template") or ""
+            if refusal.error is not None and record.status == 0:
+                record.status, record.code, is_complete = refusal.error.http_status, refusal.error.code, True
             service.ledger.close(record, is_complete=is_complete)

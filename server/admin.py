@@ -1,15 +1,15 @@
 """Operators' calls over HTTP, with vLLM's names: an app of its own, for a unix socket or a port of this machine, never the public one."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
-from litestar import Litestar, MediaType, Request, Response, get, post
-from litestar.exceptions import HTTPException
+from litestar import Litestar, MediaType, Request, get, post
 
 from jaxpaged.engine_client import OperatedEngine
-from jaxpaged.errors import BadRequestError, InvalidRequestError, JaxpagedError
-from server.error_body import error_body, error_headers
+from jaxpaged.errors import BadRequestError, InvalidRequestError
+from server.errors import EXCEPTION_HANDLERS
 from server.service import Service
 
 
@@ -82,11 +82,29 @@ def create_admin_app(service: Service) -> Litestar:
     async def is_sleeping() -> SleepingBody:
         return SleepingBody(is_sleeping=await engine().is_sleeping())
 
+    @post("/start_profile", status_code=200)
+    async def start_profile(request: Request[Any, Any, Any]) -> DoneBody:
+        _query(request)
+        folder = service.config.server.profile_dir
+        if folder is None:
+            raise BadRequestError("this server was started without a folder for traces: start it with --server.profile-dir FOLDER")
+        if await request.body():
+            raise InvalidRequestError("/start_profile takes no body: traces go into the folder that the server was started with")
+        await engine().start_profile(Path(folder).expanduser())
+        return DoneBody()
+
+    @post("/stop_profile", status_code=200)
+    async def stop_profile(request: Request[Any, Any, Any]) -> DoneBody:
+        _query(request)
+        await engine().stop_profile()
+        return DoneBody()
+
     return Litestar(
-        [reset_prefix_cache, pause, resume, sleep, wake_up, is_paused, is_sleeping],
-        exception_handlers={JaxpagedError: _told, HTTPException: _told_http},
+        [reset_prefix_cache, pause, resume, sleep, wake_up, is_paused, is_sleeping, start_profile, stop_profile],
+        exception_handlers=EXCEPTION_HANDLERS,
         openapi_config=None,
         logging_config=None,
+        request_max_body_size=None,
     )
 
 
@@ -106,13 +124,3 @@ def _flag(name: str, asked: dict[str, str], *, default: bool) -> bool:
     if word.lower() not in ("true", "false"):
         raise InvalidRequestError(f"{name} is true or false, got {word!r:.40}", param=name)
     return word.lower() == "true"
-
-
-def _told(_: Request[Any, Any, Any], error: JaxpagedError) -> Response[bytes]:
-    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(error_body(error), status_code=error.http_status, headers=headers, media_type=MediaType.JSON)
-
-
-def _told_http(_: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    told = BadRequestError(error.detail)
-    return Response(error_body(told), status_code=error.status_code, media_type=MediaType.JSON)

@@ -3,6 +3,7 @@
 from litestar import Litestar
 from litestar.config.response_cache import ResponseCacheConfig
 
+from server.dashboard.routes import dashboard_routes
 from server.errors import EXCEPTION_HANDLERS
 from server.metrics import metrics_routes
 from server.requests import Reception
@@ -33,6 +34,7 @@ def create_app(service: Service) -> Litestar:
             *docs_routes(),
             *health_routes(service),
             *metrics_routes(service),
+            *dashboard_routes(service),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         # The framework's own document does not know our bodies, its logging sets the root logger, and bodies are bounded before it.

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxpaged.config import Config
-from jaxpaged.errors import AuthenticationError, ConfigError
+from jaxpaged.errors import AuthenticationError, ConfigError, ForbiddenError
 from server.asgi_types import App, Receive, Scope, Send, header_of
+from server.dashboard.files import FILE_PATHS
 from server.error_body import send_error
+from server.ledger import HEALTH_PATHS, METRICS_PATH
 
-HEALTH_PATHS = frozenset({"/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
-METRICS_PATH = "/metrics"
 MAX_KEYS = 1000
 MAX_KEY_FILE_BYTES = 2**20
 
@@ -79,9 +79,26 @@ class AuthLayer:
         return scope["method"] == "GET" and scope["path"] in self._open_paths
 
 
+class NoBrowsersLayer:
+    """Refuses what a browser sends for a web page: a page could reach a port of its user's own machine."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            for name in (b"origin", b"sec-fetch-site"):
+                if header_of(scope, name) is not None:
+                    error = ForbiddenError(f"operators' calls are not for web pages: send them without the header {name.decode()}")
+                    await send_error(scope, send, error)
+                    return
+        await self._app(scope, receive, send)
+
+
 def open_paths(config: Config) -> frozenset[str]:
-    """Paths that need no key."""
-    return HEALTH_PATHS | {METRICS_PATH} if config.metrics.public else HEALTH_PATHS
+    """Paths that need no key: health, and the files of the live page, which carry no data."""
+    return HEALTH_PATHS | FILE_PATHS | ({METRICS_PATH} if config.metrics.public else frozenset())
 
 
 def _refusal(header: bytes | None, keys: ApiKeys) -> AuthenticationError | None:

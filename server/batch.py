@@ -4,6 +4,7 @@ A request goes through the same app as one over HTTP, so that it is checked, ans
 """
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
@@ -14,6 +15,8 @@ from server.asgi_types import App, Message
 from server.ledger import GENERATION_PATHS
 
 MAX_CUSTOM_ID_CHARS: Final = 512
+MAX_TRIES_ALONE: Final = 10
+"""Of a request that is told to come again, although no other one of the batch is being answered."""
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +34,7 @@ class BatchReply(NamedTuple):
     status: int
     request_id: str
     body: bytes
+    retry_after_s: int
 
 
 class BatchCounts(NamedTuple):
@@ -41,7 +45,7 @@ class BatchCounts(NamedTuple):
 
 
 async def run_batch(app: App, lines: Iterable[bytes], write: Callable[[bytes], object], *, concurrency: int) -> BatchCounts:
-    """Answers a batch file.
+    """Answers a batch file. A request that the queue has no room for (429) is asked again until it has.
 
     Args:
         app: behind its front.
@@ -53,12 +57,13 @@ async def run_batch(app: App, lines: Iterable[bytes], write: Callable[[bytes], o
         How many were answered with 200, and how many were not.
     """
     completed = failed = 0
+    asker = _Asker(app)
     waiting: list[asyncio.Task[tuple[bytes, bool]]] = []
     remaining: Iterator[bytes] = iter(line for line in lines if line.strip())
     try:
         while True:
             while len(waiting) < concurrency and (line := next(remaining, None)) is not None:
-                waiting.append(asyncio.ensure_future(_answered(app, line)))
+                waiting.append(asyncio.ensure_future(_answered(asker, line)))
             if not waiting:
                 return BatchCounts(completed, failed)
             answer, is_good = await waiting[0]
@@ -71,7 +76,37 @@ async def run_batch(app: App, lines: Iterable[bytes], write: Callable[[bytes], o
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _answered(app: App, line: bytes) -> tuple[bytes, bool]:
+class _Asker:
+    """Asks the app for all requests of a batch.
+
+    Args:
+        app: behind its front.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._num_asking = 0
+        self._some_were_answered = asyncio.Event()
+
+    async def ask(self, path: str, body: bytes) -> BatchReply:
+        """The answer to a request, which waits for others of the batch while the queue has no room for it."""
+        num_alone = 0
+        while True:
+            self._num_asking += 1
+            try:
+                reply = await _ask(self._app, path, body)
+            finally:
+                self._num_asking -= 1
+            if reply.status != 429 or num_alone >= MAX_TRIES_ALONE:
+                self._some_were_answered.set()
+                return reply
+            num_alone += self._num_asking == 0
+            self._some_were_answered.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._some_were_answered.wait(), reply.retry_after_s)
+
+
+async def _answered(asker: _Asker, line: bytes) -> tuple[bytes, bool]:
     """The line that answers a line, and whether the answer is one."""
     try:
         asked = msgspec.json.decode(line, type=BatchLine)
@@ -80,7 +115,7 @@ async def _answered(app: App, line: bytes) -> tuple[bytes, bool]:
     fault = _fault(asked)
     if fault is not None:
         return _line(asked.custom_id, None, {"code": "invalid_request", "message": fault}), False
-    reply = await _ask(app, asked.url, msgspec.json.encode(asked.body))
+    reply = await asker.ask(asked.url, msgspec.json.encode(asked.body))
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": msgspec.Raw(reply.body)}
     return _line(asked.custom_id, response, None), reply.status == 200
 
@@ -133,5 +168,6 @@ async def _ask(app: App, path: str, body: bytes) -> BatchReply:
     await app(scope, receive, send)
     start = next(message for message in told if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in told if message["type"] == "http.response.body")
-    request_id = next((value for name, value in start["headers"] if name == b"x-request-id"), b"")
-    return BatchReply(start["status"], request_id.decode(), content)
+    told_headers = dict(start["headers"])
+    request_id, retry_after = told_headers.get(b"x-request-id", b""), told_headers.get(b"retry-after", b"1")
+    return BatchReply(start["status"], request_id.decode(), content, int(retry_after))

@@ -18,6 +18,7 @@ from jaxpaged.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams
 from server.errors import ClientLeftError
 from server.ledger import End
@@ -88,16 +89,17 @@ async def deltas(engine: EngineClient, job: Job) -> AsyncIterator[Outputs]:
         JaxpagedError: one of the prompts was refused or failed, which ends the others.
     """
     params = msgspec.structs.replace(job.params, output_kind=RequestOutputKind.DELTA)
-    streams = [_start(engine, job, index, params) for index in range(len(job.prompts))]
+    group = QueueGroup()
+    streams = [_start(engine, job, index, params, group) for index in range(len(job.prompts))]
     try:
         if len(streams) == 1:
             async for output in streams[0]:
-                _check(output)
+                check_output(output)
                 yield [(0, output)]
         else:
             async for outputs in _together(streams):
                 for _, output in outputs:
-                    _check(output)
+                    check_output(output)
                 yield outputs
     finally:
         for stream in streams:
@@ -106,12 +108,12 @@ async def deltas(engine: EngineClient, job: Job) -> AsyncIterator[Outputs]:
 
 async def last_outputs(engine: EngineClient, job: Job) -> list[RequestOutput]:
     """The last output of each prompt. Being cancelled aborts them. Raises as `deltas`."""
-    params = msgspec.structs.replace(job.params, output_kind=RequestOutputKind.FINAL_ONLY)
+    params, group = msgspec.structs.replace(job.params, output_kind=RequestOutputKind.FINAL_ONLY), QueueGroup()
 
     async def last(index: int) -> RequestOutput:
-        async with contextlib.aclosing(_start(engine, job, index, params)) as stream:  # type: ignore[type-var]
+        async with contextlib.aclosing(_start(engine, job, index, params, group)) as stream:  # type: ignore[type-var]
             async for output in stream:
-                _check(output)
+                check_output(output)
                 if output.finished:
                     return output
         raise AssertionError("a request ended without a last output")
@@ -175,11 +177,14 @@ def request_name(job_id: str, index: int) -> str:
     return f"{job_id}-{index}"
 
 
-def _start(engine: EngineClient, job: Job, index: int, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+def prompt_of(job: Job, index: int) -> dict[str, Any]:
+    """A prompt as the engine takes it."""
     prompt: dict[str, Any] = {"prompt_token_ids": job.prompts[index]}
-    if job.cache_salt is not None:
-        prompt["cache_salt"] = job.cache_salt
-    return aiter(engine.generate(prompt, params, request_name(job.request_id, index), priority=job.priority))
+    return prompt if job.cache_salt is None else {**prompt, "cache_salt": job.cache_salt}
+
+
+def _start(engine: EngineClient, job: Job, index: int, params: SamplingParams, group: QueueGroup) -> AsyncIterator[RequestOutput]:
+    return aiter(engine.generate(prompt_of(job, index), params, request_name(job.request_id, index), priority=job.priority, group=group))
 
 
 async def _together(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncIterator[Outputs]:
@@ -205,7 +210,7 @@ async def _next(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return await anext(stream)
 
 
-def _check(output: RequestOutput) -> None:
+def check_output(output: RequestOutput) -> None:
     """Raises what a request that ended without all its answers is to be told."""
     if not output.finished:
         return

@@ -22,13 +22,14 @@ from jaxpaged.errors import (
     UnknownMethodError,
 )
 from server.error_body import error_body, error_headers
+from server.ledger import Ledger
 from server.request_ids import RequestIds
 
 LINGER_S = 1.0
 """After a refusal the client is read from for so long: a connection closed at once may lose what was written to it."""
 MAX_PIPELINED = 16
-_EXTENSION: Final = "jaxpaged.chunks"
-
+_CHUNKS: Final = "jaxpaged.chunks"
+_REFUSAL: Final = "jaxpaged.refusal"
 
 NOT_HTTP: Final = BadRequestError("what came is no HTTP request that can be read")
 _METHOD: Final = re.compile(rb"([A-Za-z0-9!#$%&'*+.^_`|~-]{1,40}) [!-~]+ HTTP/1\.[01]\r\n")
@@ -47,10 +48,15 @@ class ChunkWriter:
     """Writes parts of one answer's body straight to the connection, past all layers; its beginning and its end go through them.
 
     A stream so takes a third of the time for each event. Only for an answer without a length, and when its head was sent.
+
+    Args:
+        cycle: whose answer.
+        max_unsent: parts that may wait for a client that does not keep up.
     """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, max_unsent: int) -> None:
         self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
+        self._max_unsent, self._num_unsent = max_unsent, 0
 
     @property
     def is_paused(self) -> bool:
@@ -59,14 +65,38 @@ class ChunkWriter:
 
     def write(self, data: bytes) -> None:
         """Sends a part that is not empty."""
-        if not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self._cycle.disconnected:
+            return
+        transport = self._transport
+        self._num_unsent = self._num_unsent + 1 if transport.get_write_buffer_size() else 0
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self._num_unsent >= self._max_unsent:
+            transport.set_write_buffer_limits(high=0)  # pauses at once, until all of it is sent
 
 
 def chunk_writer(scope: Mapping[str, Any]) -> ChunkWriter | None:
     """Of the answer to a request with this ASGI scope; None: another server than ours runs the app."""
-    found = scope.get("extensions", {}).get(_EXTENSION)
+    found = scope.get("extensions", {}).get(_CHUNKS)
     return found if isinstance(found, ChunkWriter) else None
+
+
+class Refusal:
+    """What connection and app tell each other of a request that may be refused while its body is on the way.
+
+    Attributes:
+        request_id: set by whichever of the two names the request first.
+        error: what the connection answered with, while the app was still waiting for the body; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.error: JaxpagedError | None = None
+
+
+def refusal_of(scope: Mapping[str, Any]) -> Refusal:
+    """Of the request with this ASGI scope; of another server than ours, one of its own."""
+    found = scope.get("extensions", {}).get(_REFUSAL)
+    return found if isinstance(found, Refusal) else Refusal()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -75,33 +105,45 @@ class HttpProtocol(HttpToolsProtocol):
     Args:
         options: the limits.
         ids: names requests that are refused here.
+        ledger: told of them; None: nobody is.
     """
 
     def __init__(
-        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], options: ServerConfig, ids: RequestIds
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        options: ServerConfig,
+        ids: RequestIds,
+        ledger: Ledger | None = None,
     ) -> None:
         super().__init__(config=config, server_state=server_state, app_state=app_state)
-        self._options, self._ids = options, ids
+        self._options, self._ids, self._ledger = options, ids, ledger
         self._deadline: asyncio.TimerHandle | None = None
         """When the head, or the body, must be there."""
         self._patience: asyncio.TimerHandle | None = None
         """When a client that does not read is cut off."""
         self._is_in_head, self._head_bytes = True, 0
+        self._head_begun_s = 0.0
+        self.url = b""
         self._is_refused = False
         self._refusal: JaxpagedError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=self._options.send_buffer)
+        transport.set_write_buffer_limits(high=self._options.max_unsent)
+        self._head_begun_s = self.loop.time()
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._options.send_buffer)
-        if len(self.connections) > 2 * self._options.max_connections:
+        limit = self._options.max_connections
+        error = TooManyConnectionsError(f"{limit} connections are open, and more are not served; try again a little later")
+        if len(self.connections) > 2 * limit:
             self._is_refused = True
+            self._note(self._ids.name(()), error, is_told=False)
             transport.abort()
-        elif len(self.connections) > self._options.max_connections:
-            limit = self._options.max_connections
-            self._refuse(TooManyConnectionsError(f"{limit} connections are open, and more are not served; try again a little later"))
+        elif len(self.connections) > limit:
+            self._refuse(error)
         else:
             self._expect_head()
 
@@ -131,14 +173,14 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # answered as a plain request: nothing else is spoken here
         if self._is_in_head and self._head_bytes > self._options.max_header_size and not self._is_refused:
-            self._refuse(self._head_too_large("more"))
+            self._refuse(self._head_too_large(f"{self._head_bytes} or more"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header is there."""
         super().on_header(name, value)
         if len(self.headers) > self._options.max_headers:
             self._refusal = HeadersTooLargeError(
-                f"a request may have {self._options.max_headers} headers at most (server.max_headers), got more"
+                f"a request may have {self._options.max_headers} headers at most (server.max_headers), got {len(self.headers)} or more"
             )
             raise self._refusal
 
@@ -155,7 +197,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._arm(self._options.body_timeout_s)
         super().on_headers_complete()
-        self.scope["extensions"] = {_EXTENSION: ChunkWriter(self.cycle)}  # type: ignore[dict-item]
+        chunks = ChunkWriter(self.cycle, self._options.max_unsent_events)
+        self.scope["extensions"] = {_CHUNKS: chunks, _REFUSAL: Refusal()}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         """The request is there to its end."""
@@ -185,6 +228,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+        self.transport.set_write_buffer_limits(high=self._options.max_unsent)
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -213,6 +257,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._patience = self.loop.call_later(self._options.slow_client_timeout_s, self.transport.abort)
 
     def _expect_head(self) -> None:
+        self._head_begun_s = self.loop.time()
         self._arm(self._options.header_timeout_s)
 
     def _arm(self, seconds: float) -> None:
@@ -245,9 +290,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_refused = True
         self._disarm()
         self._unset_keepalive_if_required()
-        self.parser = None  # type: ignore[assignment]
         cycle = self.cycle
         if self._has_answer_to_give:
+            self._note(self._ids.name(self.headers or ()), error, is_told=False)
+            self.parser = None  # type: ignore[assignment]
             cycle.keep_alive = False
             return
         if cycle is not None and cycle.more_body:
@@ -255,11 +301,18 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:
+                self.parser = None  # type: ignore[assignment]
                 self.close()
                 return
+            refusal = refusal_of(self.scope)
+            refusal.error = error
+            request_id = refusal.request_id = refusal.request_id or self._ids.name(self.headers)
+        else:
+            request_id = self._ids.name(self.headers or ())
+            self._note(request_id, error)
+        self.parser = None  # type: ignore[assignment]
         status, body = error.http_status, error_body(error)
         lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode()]
-        request_id = self._ids.name(self.headers or ())
         headers = (*self.server_state.default_headers, *error_headers(error), (b"x-request-id", request_id.encode()))
         lines += [name + b": " + value + b"\r\n" for name, value in headers]
         lines += [b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body), body]
@@ -269,3 +322,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._patience = self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.close()
+
+    def _note(self, request_id: str, error: JaxpagedError, *, is_told: bool = True) -> None:
+        """A line for a request that no route will have. What it asks for is known once its first line is there."""
+        if self._ledger is not None:
+            method = self.parser.get_method().decode() if self._is_in_head and self.url else ""
+            self._ledger.turn_away(request_id, error, method=method, seconds=self.loop.time() - self._head_begun_s, is_told=is_told)

@@ -11,9 +11,12 @@ import uvicorn
 from jaxpaged.config import LimitsConfig, ServerConfig
 from server.asgi_types import App
 from server.http_protocol import HttpProtocol
+from server.ledger import Ledger
+from server.listeners import BACKLOG
 from server.request_ids import RequestIds
 
-CLOSE_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 0.5
+"""Time for connections to be closed, and then again for what still answers to end."""
 
 
 class HttpServer(uvicorn.Server):
@@ -25,6 +28,7 @@ class HttpServer(uvicorn.Server):
         sockets: closed at the end.
         tls: None: plain HTTP.
         ids: names requests that are refused before the app has them.
+        ledger: told of them; None: nobody is.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class HttpServer(uvicorn.Server):
         sockets: Sequence[socket.socket],
         tls: ssl.SSLContext | None = None,
         ids: RequestIds | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -50,6 +55,7 @@ class HttpServer(uvicorn.Server):
         )
         self._options, self._sockets, self._tls = options, sockets, tls
         self._ids = ids or RequestIds(LimitsConfig().max_request_id_chars)
+        self._ledger = ledger
         self.is_listening = asyncio.Event()
         """The app's own start is done, and connections are taken."""
 
@@ -65,15 +71,16 @@ class HttpServer(uvicorn.Server):
             raise RuntimeError("the app did not start; the log has the reason")
         loop = asyncio.get_running_loop()
         timeout_s = None if self._tls is None else self._options.header_timeout_s
+        # Without `backlog` the loop listens anew, for 100 connections at a time, and a burst of more is lost in the system.
         self.servers = [
-            await loop.create_server(self._connection, sock=listener, ssl=self._tls, ssl_handshake_timeout=timeout_s)
+            await loop.create_server(self._connection, sock=listener, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=timeout_s)
             for listener in self._sockets
         ]
         self.started = True
         self.is_listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes everything; what is still being answered is cut off after a second."""
+        """Closes everything; what is still being answered is cut off after `CLOSE_TIMEOUT_S`."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
@@ -91,4 +98,4 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
     def _connection(self) -> HttpProtocol:
-        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._options, self._ids)
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._options, self._ids, self._ledger)

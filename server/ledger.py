@@ -13,11 +13,13 @@ import msgspec
 
 from jaxpaged import events
 from jaxpaged.clocks import Clocks
+from jaxpaged.errors import JaxpagedError
 
 RECORD_KEY = "jaxpaged.record"
 """Where the record of a request is in its ASGI scope."""
 
-
+HEALTH_PATHS = frozenset({"/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
+METRICS_PATH = "/metrics"
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score"})
 """What is posted there asks the model for something."""
 
@@ -137,10 +139,35 @@ class Ledger:
                 body=record.body,
                 answer_id=record.answer_id,
                 num_merged=record.num_merged,
+                is_routine=record.path in HEALTH_PATHS or record.path == METRICS_PATH,
             )
         )
         # Last: when nothing is open, everything is in the books.
         del self.open[id(record)]
+
+    def turn_away(self, request_id: str, error: JaxpagedError, *, method: str, seconds: float, is_told: bool) -> None:
+        """A connection ends that asked for too much, or for nothing that can be understood: no record was ever made.
+
+        Args:
+            method: empty where none could be read.
+            seconds: since its beginning.
+            is_told: whether the error was answered.
+        """
+        self._emit(
+            events.HttpAnswered(
+                time_s=self._clocks.wall(),
+                request_id=request_id,
+                method=method,
+                path="",
+                status=error.http_status if is_told else 0,
+                end="",
+                code=error.code,
+                num_prompt_tokens=0,
+                num_output_tokens=0,
+                first_token_s=None,
+                seconds=seconds,
+            )
+        )
 
     @staticmethod
     def _end_of(record: RequestRecord, *, is_complete: bool) -> End:

@@ -69,6 +69,8 @@ def _operations(app: Litestar) -> Any:
             raise ValueError(f"{route.path} is no HTTP route")
         path = re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", route.path_format)
         for handler in route.route_handlers:
+            if handler.include_in_schema is False:  # the live page's own
+                continue
             methods = sorted(set(handler.http_methods) - {"OPTIONS"})
             for method in methods:
                 yield path, method.lower(), handler.name or f"{handler.fn.__name__}{path.replace('/', '_')}", _operation_of(handler)

@@ -22,7 +22,7 @@ class Phase(enum.StrEnum):
 class StartUp(NamedTuple):
     """How far the start is: what is done now, and `done` of `total` parts of it (0 of 0: not in parts)."""
 
-    phase: str = "resolve"
+    phase: str = "find"
     message: str = "starting"
     done: int = 0
     total: int = 0
@@ -44,6 +44,7 @@ class EngineProgress:
         num_open: requests that the engine has taken and not ended.
         num_running, num_waiting, kv_cache_usage: its load; the last is the share of its pages that are in use.
         is_paused: nothing is computed, because somebody said so.
+        is_probed: a step is made for a question about health; set by who asks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,14 +56,14 @@ class EngineProgress:
         self.num_open = self.num_running = self.num_waiting = 0
         self.kv_cache_usage = 0.0
         self.last_move_s = float("-inf")
-        self.is_paused = False
+        self.is_paused = self.is_probed = False
         self.death: str | None = None
         self._lock = threading.Lock()
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs that the engine is free to compute."""
-        return self.num_open > 0 and not self.is_paused
+        """Whether there is something that the engine is free to compute: a request that waits or runs, or a step for health."""
+        return (self.num_open > 0 or self.is_probed) and not self.is_paused
 
     def __call__(self, event: events.Event, /) -> None:
         """See `events.Sink`."""

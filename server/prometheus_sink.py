@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxpaged import events
+from jaxpaged.diagnose.scrapes import Key, Scrape
 from jaxpaged.histograms import EventHistograms
 from jaxpaged.metric_table import HTTP_COUNTERS, definitions
 from jaxpaged.metrics import EngineMetrics
@@ -43,6 +44,12 @@ class PrometheusSink(Collector):
             self._histograms(event)
             self._take(event)
         self._engine(event)
+
+    def scrape(self, at_s: float) -> Scrape:
+        """The engine's figures as they are now, for a diagnosis; from any thread."""
+        values: dict[Key, float] = {(metric.name, tuple(metric.labels.items())): metric.value for metric in self._engine.snapshot()}
+        with self._lock:
+            return Scrape(at_s, values, {name: histogram.spread() for name, histogram in self._histograms.by_name.items()})
 
     def close(self) -> None:
         """See `events.Sink`."""

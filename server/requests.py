@@ -9,6 +9,7 @@ import msgspec
 from litestar import Request, Response
 
 import jaxpaged
+from jaxpaged import events
 from jaxpaged.config import Config, LimitsConfig
 from jaxpaged.errors import InvalidRequestError, ModelNotFoundError, UnsupportedMediaTypeError
 from jaxpaged.request import SamplingParams
@@ -16,6 +17,7 @@ from server.ledger import RequestRecord, record_of
 from server.protocol.bodies import Body, BodyReader, IgnoredNames
 from server.protocol.generation import SamplingFields, sampling_values
 from server.service import Service
+from server.trace_parents import trace_parent
 
 IGNORED_HEADER: Final = "x-jaxpaged-ignored"
 
@@ -54,6 +56,7 @@ class Reception:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._ignored = IgnoredNames()
+        self._is_traced = service.config.tracing.otlp_endpoint is not None
 
     async def read[T: msgspec.Struct](self, request: Request[Any, Any, Any], reader: BodyReader[T], *, prefix: str) -> Asked[T]:
         """The body of a request, for a model that is served.
@@ -79,6 +82,8 @@ class Reception:
         model = check_model(self.service, content.content.model)  # type: ignore[attr-defined]
         name = f"{prefix}{uuid.uuid4().hex}"
         record.answer_id = name if prefix else ""
+        if self._is_traced and (parent := trace_parent(request.headers.getall("traceparent", []))) is not None:
+            self.service.emit(events.RequestTraced(time_s=self.service.clocks.wall(), answer_id=name, parent=parent))
         return Asked(content.content, headers, record, name, int(time.time()), model)
 
 
@@ -132,8 +137,13 @@ def _at_most(field: str, given: int, limit: int, option: str, what: str) -> None
 
 
 def check_num_prompts(field: str, number: int, limits: LimitsConfig) -> None:
-    """Raises InvalidRequestError for too many inputs at once."""
-    _at_most(field, number, limits.max_prompts, "limits.max_prompts", "inputs")
+    """Raises InvalidRequestError for too many texts to be scored at once."""
+    _at_most(field, number, limits.max_prompts, "limits.max_prompts", "texts")
+
+
+def check_num_inputs(number: int, limits: LimitsConfig) -> None:
+    """Raises InvalidRequestError for too many inputs of embeddings at once."""
+    _at_most("input", number, limits.max_inputs, "limits.max_inputs", "inputs")
 
 
 def check_prompt_logprobs(body: SamplingFields, config: Config) -> None:

@@ -9,6 +9,7 @@ from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import EngineDeadError, JaxpagedError, ServerDrainingError, ServerStartingError
 from jaxpaged.gpu_readings import GpuSource, NvmlSource
 from jaxpaged.sinks import FanOut
+from server.dashboard.live_view import LiveView
 from server.ledger import Ledger
 from server.machine_metrics import MachineMetrics
 from server.phase import EngineProgress, Phase
@@ -29,6 +30,7 @@ class Service:
         engine: None until it is loaded.
         progress: what the engine's events say of its health.
         metrics: figures of all that happened.
+        live: the last minutes, for the live page.
         machine: figures of the machine, read when asked for.
         ledger: the books of requests.
         emit: the sink that the engine is to be given.
@@ -43,7 +45,8 @@ class Service:
         self.progress = EngineProgress(clocks.monotonic)
         self.metrics = PrometheusSink(self.model_name if config.metrics.vllm_names else None)
         self.machine = MachineMetrics(gpus or NvmlSource(), wall=clocks.wall)
-        self.emit = FanOut((*sinks, self.progress, self.metrics))
+        self.live = LiveView(self.metrics.scrape)
+        self.emit = FanOut((*sinks, self.progress, self.live, self.metrics))
         self.ledger = Ledger(self.emit, clocks)
         self._reason = ""
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -26,20 +27,25 @@ from jaxpaged.events import Sink
 from server.admin import create_admin_app
 from server.asgi_types import App
 from server.auth import ApiKeys
-from server.front import behind_front
+from server.front import behind_admin_front, behind_front
+from server.heartbeat import Heartbeat
 from server.http_server import HttpServer
 from server.listeners import url_of
 from server.phase import Phase
 from server.request_ids import RequestIds
 from server.service import Service
 from server.startup_report import ready_report
-from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, Watchdog
+from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, TICK_S, Watchdog
 
 LOG: Final = logging.getLogger("jaxpaged.server")
 POLL_S = 0.02
-TELL_REST_S = 2.0
-"""Time for those that are told that there is no more time."""
-CLOSE_ENGINE_S = 5.0
+END_TIMEOUT_S = 4.0
+"""After the drain the process ends within this time and `FLUSH_S`, whatever hangs."""
+TELL_REST_S = 1.0
+"""Of it: time for those that are told that there is no more time."""
+CLOSE_ENGINE_S = 3.0
+"""Of it, at most: for the engine to give its memory back."""
+FLUSH_S = 0.5
 
 type MakeEngine = Callable[[Config, Sequence[Sink]], EngineClient]
 """Loads the model; blocks, and raises JaxpagedError."""
@@ -91,7 +97,9 @@ class Serving:
     ) -> None:
         self._service, self._doors, self._make_engine, self._create_app = service, doors, make_engine, create_app
         self._say, self._leave = say, leave
-        self._watchdog = Watchdog(service, stacks=stacks, leave=leave, lock_grace_s=LOCK_GRACE_S)
+        heartbeat = None if stacks is None else Heartbeat(service.config.server.watchdog_s + LOCK_GRACE_S, TICK_S, stacks)
+        self._watchdog = Watchdog(service, stacks=stacks, leave=self._leave_at_once, heartbeat=heartbeat)
+        self._unix_paths = [listener.getsockname() for listener in doors.admin if listener.family == socket.AF_UNIX]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         """Set whenever something below has changed."""
@@ -128,9 +136,11 @@ class Serving:
         service, options = self._service, self._service.config.server
         app = behind_front(self._create_app(service), service, self._doors.keys)
         ids = RequestIds(service.config.limits.max_request_id_chars)
-        servers = [HttpServer(app, options, self._doors.public, self._doors.tls, ids)]
+        ledger = service.ledger
+        servers = [HttpServer(app, options, self._doors.public, self._doors.tls, ids, ledger)]
         if self._doors.admin:
-            servers.append(HttpServer(behind_front(create_admin_app(service), service, ApiKeys(())), options, self._doors.admin, ids=ids))
+            admin = behind_admin_front(create_admin_app(service), service, self._doors.keys)
+            servers.append(HttpServer(admin, options, self._doors.admin, ids=ids, ledger=ledger))
         running = [asyncio.create_task(server.serve()) for server in servers]
         try:
             for server, task in zip(servers, running, strict=True):
@@ -184,7 +194,9 @@ class Serving:
         num_open = service.ledger.num_open_generations
         message = f"told to stop: {num_open} requests are open and have {seconds:g} s" if num_open else "told to stop"
         service.emit(events.PhaseChanged(time_s=service.clocks.wall(), phase="drain", message=message))
-        if not await self._are_over_within(seconds):
+        are_over = await self._are_over_within(seconds)
+        threading.Thread(target=self._end_in_time, name="jaxpaged-end", daemon=True).start()
+        if not are_over:
             service.fail_open(ServerDrainingError("the server stops, and the answer was not done in time; ask another server, or later"))
             await self._are_over_within(TELL_REST_S)
 
@@ -218,13 +230,17 @@ class Serving:
     def _leave_at_once(self, status: int) -> None:
         with contextlib.suppress(Exception):
             self.unlink_sockets()
-            self._service.emit.flush(0.5)
+            self._service.emit.flush(FLUSH_S)
         self._leave(status)
 
+    def _end_in_time(self) -> None:
+        """A supervisor waits for so long and then kills; whatever still hangs by then is not worth it."""
+        time.sleep(END_TIMEOUT_S)
+        self._leave_unclosed()
+
     def unlink_sockets(self) -> None:
-        """Removes the admin socket's name."""
-        path = self._service.config.server.admin_socket
-        if path is not None and self._doors.admin:
+        """Removes the names of unix sockets, by which they were bound; their sockets may be closed."""
+        for path in self._unix_paths:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
@@ -233,14 +249,19 @@ class Serving:
         self._watchdog.stop()
         engine = self._service.engine
         if engine is None:
-            self._leave_at_once(0)
+            self._leave_unclosed()
             return 0
         closing = threading.Thread(target=engine.close, name="jaxpaged-close", daemon=True)
         closing.start()
         closing.join(CLOSE_ENGINE_S)
         if closing.is_alive():
-            self._leave_at_once(0)
+            self._leave_unclosed()
         return 0
+
+    def _leave_unclosed(self) -> None:
+        """The engine does not say that it has stopped: it hangs, is slow, or is not there yet."""
+        self._service.emit(events.EngineStopped(time_s=self._service.clocks.wall()))
+        self._leave_at_once(0)
 
 
 def _say_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 
 from jaxpaged import events
+from server.dashboard.files import PAGE_PATH
 
 MIB = 2**20
 
@@ -26,8 +27,8 @@ def memory_table(started: events.EngineStarted) -> list[str]:
 
 
 def phase_times(phases: Mapping[str, float], total_s: float) -> str:
-    """`ready in 8.1 s (resolve 0.1, load 2.0, pool 0.3, compile 5.6)`."""
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    """`ready in 8.1 s (find 0.1, load 2.0, pool 0.3, compile 5.4, warm up 0.2)`."""
+    parts = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in phases.items())
     return f"ready in {total_s:.1f} s" + (f" ({parts})" if parts else "")
 
 
@@ -50,5 +51,6 @@ def ready_report(
 ) -> str:
     """The whole text."""
     lines = [f"{model}: {phase_times(phases, started.seconds)}", "", *memory_table(started), ""]
-    lines += [f"serving {model} at {url}/v1 (Ctrl-C stops it)", *([f"operators' calls at {admin}"] if admin else []), ""]
+    lines += [f"serving {model} at {url}/v1 (Ctrl-C stops it)", *([f"operators' calls at {admin}"] if admin else [])]
+    lines += [f"the live page at {url}{PAGE_PATH}", ""]
     return "\n".join([*lines, *lines_to_copy(url, model, has_key=has_key)]) + "\n"

@@ -1,8 +1,9 @@
 """Answers that are sent as they are made: server-sent events with `\\n\\n` between them, comments in silence, and an end in any case.
 
-Who waits for whom: the engine never waits for a client. A client that reads slowly fills the connection's buffer
-(`server.send_buffer`, 64 kB); then its events are not made any more, and the answer's deltas are put together in the request's mailbox,
-until it reads again or the connection is cut off (`server.slow_client_timeout_s`).
+Who waits for whom: the engine never waits for a client. A client that reads slowly fills the system's buffer (`server.send_buffer`,
+64 kB) and then ours (`server.max_unsent`, 256 kB, or `server.max_unsent_events`, 1,000); then its events are not made any more, and the
+answer's deltas are put together in the request's mailbox, until it reads again or the connection is cut off
+(`server.slow_client_timeout_s`).
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Ends a server whose engine is dead or stuck: clients are told, the stacks go to the log, and the process ends with status 70.
 
 A stopped process or a clock that leaps must not look like a stuck engine, so the thread counts its own ticks and looks at no clock.
-A step that holds the interpreter lock keeps this thread from running, too: then `faulthandler`, whose thread needs no lock, ends the
-process, unless it is told at each tick to wait longer.
+A step that holds the interpreter lock keeps this thread from running, too: then a small process beside this one, which counts ticks in
+the same way and is told of each of ours, ends it (`lock_watch`).
 """
 
 import faulthandler
@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpaged import events
+from server.heartbeat import Heartbeat
 from server.service import Service
 
 TICK_S = 0.5
 LOCK_GRACE_S = 30.0
-"""How much longer than the limit the interpreter lock may be held; a process that was stopped must not find itself over it."""
+"""How much longer than the limit the interpreter lock may be held: a step that is only slow should be told of by the watchdog itself."""
 TELL_S = 1.5
 """Time for answers that say what happened, and for health routes to be seen."""
 EXIT_STATUS = 70
@@ -28,8 +29,8 @@ class Watchdog:
     Args:
         service: whose engine.
         stacks: an open file for the threads' stacks; None: they are not written.
-        leave: ends the process with a status.
-        lock_grace_s: see `LOCK_GRACE_S`; None: the interpreter lock is not watched.
+        leave: ends the process with a status, once the log is written.
+        heartbeat: told of each tick; None: the interpreter lock is not watched.
         tick_s: seconds between two looks.
     """
 
@@ -39,18 +40,19 @@ class Watchdog:
         *,
         stacks: Any = None,
         leave: Callable[[int], None] = os._exit,
-        lock_grace_s: float | None = None,
+        heartbeat: Heartbeat | None = None,
         tick_s: float = TICK_S,
     ) -> None:
         self._service, self._stacks, self._leave = service, stacks, leave
-        self._lock_grace_s, self._tick_s = lock_grace_s, tick_s
+        self._heartbeat, self._tick_s = heartbeat, tick_s
         self._ended = threading.Event()
         self._num_moves, self._num_still = -1, 0
         self._thread = threading.Thread(target=self._run, name="jaxpaged-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begins to look."""
-        self._watch_lock()
+        if self._heartbeat is not None:
+            self._heartbeat.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -58,6 +60,8 @@ class Watchdog:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     def look(self) -> str | None:
         """One tick: why the engine is to be given up, or None."""
@@ -70,16 +74,17 @@ class Watchdog:
         limit_s = self._service.config.server.watchdog_s
         if self._num_still * self._tick_s < limit_s:
             return None
-        return f"there is work, and no step was finished in {limit_s:g} s"
+        work = "there is work" if progress.num_open else "health was asked for"
+        return f"{work}, and no step was finished in {limit_s:g} s"
 
     def _run(self) -> None:
         while not self._ended.wait(self._tick_s):
-            self._watch_lock()
+            if self._heartbeat is not None:
+                self._heartbeat.beat()
             reason = self.look()
             if reason is not None:
                 self._end(reason)
                 return
-        self._watch_lock(is_over=True)
 
     def _end(self, reason: str) -> None:
         service = self._service
@@ -90,14 +95,4 @@ class Watchdog:
         if self._stacks is not None:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
         self._ended.wait(TELL_S)
-        self._watch_lock(is_over=True)
-        service.emit.flush(0.5)
         self._leave(EXIT_STATUS)
-
-    def _watch_lock(self, *, is_over: bool = False) -> None:
-        if self._lock_grace_s is None or self._stacks is None:
-            return
-        if is_over:
-            faulthandler.cancel_dump_traceback_later()
-        else:
-            faulthandler.dump_traceback_later(self._service.config.server.watchdog_s + self._lock_grace_s, exit=True, file=self._stacks)

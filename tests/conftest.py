@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # Tests run on the CPU, on a machine with a GPU too; they must be the same tests everywhere.
@@ -19,6 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
+
+# An example may take as long as a busy machine makes it.
+hypothesis.settings.register_profile("jaxpaged", deadline=None)
+hypothesis.settings.load_profile("jaxpaged")
 
 BUDGETS_S = {
     "engine and main job": 150,
@@ -42,6 +47,7 @@ AREAS = {
     "server": "server",
     "kernels": "kernels",
     "models": "models and meshes",
+    "parallel": "models and meshes",
     "observability": "observability",
     "speed": "speed",
 }

@@ -20,6 +20,7 @@ VALUES = {
     float | None: st.none() | finite,
     str | None: st.none() | texts,
     tuple[int, ...]: st.lists(st.integers(0, 2**63 - 1), max_size=12).map(tuple),
+    tuple[str, ...]: st.lists(texts, max_size=4).map(tuple),
 }
 
 
@@ -39,7 +40,8 @@ def test_from_line_is_the_inverse_of_to_line(event: Event) -> None:
 
 def test_every_event_names_itself() -> None:
     for kind in get_args(Event):
-        samples = {str: "a", int: 1, float: 0.5, bool: True, float | None: None, str | None: None, tuple[int, ...]: (1, 2)}
+        samples = {str: "a", int: 1, float: 0.5, bool: True, float | None: None, str | None: None}
+        samples |= {tuple[int, ...]: (1, 2), tuple[str, ...]: ("a", "b")}
         event = kind(**{field.name: samples[field.type] for field in msgspec.structs.fields(kind)})
         assert to_line(event).startswith(b'{"event":"' + kind.__name__.encode() + b'"')
         assert type(from_line(to_line(event))) is kind

@@ -17,6 +17,7 @@ from jaxpaged.host_limits import (
     apply_cpu_threads,
     apply_gpu_fraction,
     available_cpus,
+    host_memory,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -162,3 +163,24 @@ def test_large_blocks_are_used_again_unless_the_user_says_otherwise() -> None:
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         assert not is_kept or int(done.stdout) < 20
         assert is_kept or platform.libc_ver()[0] != "glibc" or int(done.stdout) >= 32  # a huge page is touched once
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:       4194304 kB\nMemFree: 1 kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        (MEMINFO, 4 * 2**30),
+        ({**MEMINFO, **V2, "sys/fs/cgroup/kube/pod/box/memory.max": "max\n"}, 4 * 2**30),
+        ({**MEMINFO, **V2, "sys/fs/cgroup/kube/pod/memory.max": "1073741824\n"}, 2**30),
+        ({**MEMINFO, **V2, "sys/fs/cgroup/memory.max": "9999999999999\n"}, 4 * 2**30),
+        ({**MEMINFO, **V1, "sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "2147483648\n"}, 2 * 2**30),
+        ({**MEMINFO, **V1, "sys/fs/cgroup/memory/memory.limit_in_bytes": "nonsense"}, 4 * 2**30),
+        ({"proc/meminfo": "MemTotal: much\n", **V2, "sys/fs/cgroup/memory.max": "4096"}, 4096),
+    ],
+)
+def test_memory_is_the_machines_or_what_a_cgroup_allows(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    tree(tmp_path, files)
+    assert host_memory(tmp_path) == expected

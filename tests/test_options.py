@@ -1,6 +1,7 @@
 """Options from every source: what is read, what wins, and the sentence for what is refused."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import options
-from jaxpaged.config import REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
+from jaxpaged.config import ALIASES, REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.option_values import parse_size
 from tests.sample_options import ANOTHER_VALUE
@@ -122,6 +123,16 @@ def test_bad_yaml_is_one_sentence(text: str, parts: list[str], tmp_path: Path) -
     assert [part for part in parts if part not in message] == []
 
 
+def test_every_variable_that_a_page_names_is_one() -> None:
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *root.glob("docs/*.md"), *(path for path in (root / "configs").rglob("*") if path.is_file())]
+    named = {name for page in pages for name in re.findall(r"\bJAXPAGED_[A-Z0-9_]+", page.read_text(encoding="utf-8"))}
+    known = {option.env for option in options.option_table().values()}
+    known |= {f"JAXPAGED_{alias.upper()}" for alias in ALIASES} | options.ENV_NOT_OPTIONS
+    assert len(named) >= 4
+    assert named <= known
+
+
 def test_what_a_service_called_jaxpaged_puts_into_containers_is_no_option() -> None:
     env = {
         "JAXPAGED_SERVICE_HOST": "10.0.0.1",
@@ -215,7 +226,6 @@ def test_bad_keywords_are_one_sentence(kwargs: dict[str, Any], parts: list[str])
         ({"quantization": "fp8"}, "quantization 'fp8' is not served yet"),
         ({"trust_remote_code": True}, "trust_remote_code is refused"),
         ({"enforce_eager": True}, "enforce_eager is refused"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not served yet"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str) -> None:
@@ -235,7 +245,7 @@ def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str
         {"trust_remote_code": False},
         {"quantization": None},
         {"quantization": "int8"},
-        {"tensor_parallel_size": 1},
+        {"tensor_parallel_size": 2},
         {"max_logprobs": 0},
         {"max_model_len": "auto"},
         {"max_model_len": -1},

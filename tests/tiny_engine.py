@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import events
-from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SamplingConfig, SchedulerConfig
+from jaxpaged.config import (
+    MIB,
+    CacheConfig,
+    CompilationConfig,
+    Config,
+    KernelsConfig,
+    LogConfig,
+    ModelConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
 from jaxpaged.start import Started, start_engine
 
 
@@ -17,6 +27,7 @@ def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **ch
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         "compilation": {"token_buckets": (4, 16, 64), "cache_dir": str(programs), "max_parallel": 2},
         "sampling": {},
+        "kernels": {},
     }
     kinds = {
         "model": ModelConfig,
@@ -24,6 +35,7 @@ def tiny_config(folder: Path, *, programs: Path, cache_dtype: str = "auto", **ch
         "scheduler": SchedulerConfig,
         "compilation": CompilationConfig,
         "sampling": SamplingConfig,
+        "kernels": KernelsConfig,
     }
     for name, value in changes.items():
         section = next(section for section, kind in kinds.items() if name in kind.__struct_fields__)

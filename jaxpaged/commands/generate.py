@@ -19,7 +19,7 @@ from jaxpaged.commands.engine_start import (
     terminal_config,
 )
 from jaxpaged.commands.prompts import PromptSource, read_prompts
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, InvalidRequestError
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -49,8 +49,12 @@ def run(args: argparse.Namespace, make: MakeEngine = make_llm) -> int:
     if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
         raise ConfigError("--logprobs and --prompt-logprobs are printed with --json alone")
     sources = read_prompts(args.prompts, args.file, has_line_prompts=args.lines)
+    is_chat = args.chat or args.system is not None
+    for index, source in enumerate(sources):
+        if not source.shown and not (is_chat and source.text is not None):
+            raise InvalidRequestError(f"prompt {index} is empty")
     with running_engine(config, make) as engine:
-        prompts = [_prompt(source, engine.llm, is_chat=args.chat or args.system is not None, system=args.system) for source in sources]
+        prompts = [_prompt(source, engine.llm, is_chat=is_chat, system=args.system) for source in sources]
         started_s = time.monotonic()
         if len(prompts) == 1 and not args.json:
             answers = [stream_answer(engine.llm, prompts[0], params, sys.stdout)]

@@ -65,7 +65,9 @@ def slow_path(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
         return Cause(evidence, Change(option="model.dtype", from_value=seen.facts["dtype"], to_value="bfloat16"))
     if seen.facts.get("attention") in SLOW_ATTENTION:
         evidence = [Evidence(f"attention by {seen.facts['attention']} instead of a kernel", 1, "", 0, *where)]
-        return Cause(evidence, Change(advice="the log says at the start why the GPU's kernel was refused; a head size it knows helps"))
+        advice = "the log's line of the start says why the GPU's kernel was not taken: it may refuse this model"
+        taken = seen.facts["attention"]
+        return Cause(evidence, Change(option="kernels.paged_attention", from_value=taken, to_value="mosaic_gpu", advice=advice))
     return None
 
 

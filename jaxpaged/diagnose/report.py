@@ -45,14 +45,18 @@ def as_text(findings: Sequence[Finding], seen: Observation) -> str:
     lines = [f"{seen.source}: {len(seen.windows)} samples over {seconds:.0f} s", ""]
     if not findings:
         return "\n".join([*lines, "healthy: nothing found", *_figures(seen)]) + "\n"
-    remedies = {rule.id: rule.remedy for rule in RULES}
     for number, finding in enumerate(findings):
         lines.append(f"{'also ' if number else ''}{finding.severity}: {finding.title} ({finding.id})")
         lines.append(f"  since   {time_text(finding.since, seen.is_dated)}")
         lines += [f"  because {_evidence(item)}" for item in finding.evidence]
-        lines.append(f"  change  {_change(finding.change, remedies[finding.id])}")
+        lines.append(f"  change  {remedy_of(finding)}")
         lines += [f"  expect  {finding.expect}", ""]
     return "\n".join(lines)
+
+
+def remedy_of(finding: Finding) -> str:
+    """What to change, in words, with the present and the better value where they are known."""
+    return _change(finding.change, next(rule.remedy for rule in RULES if rule.id == finding.id))
 
 
 def _evidence(item: Evidence) -> str:

@@ -8,16 +8,20 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpaged.batch import StepBatch
-from jaxpaged.kv_cache import KVCache, write
+from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.kv_places import KVPlace
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope
+from jaxpaged.layers.shards import KV
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
 
 class Attention(nnx.Module):
     """Projects, rotates, writes the new keys and values into their pages, attends, projects back.
+
+    A device may have a part of the heads; the numbers of heads below are those of the whole model.
 
     Args:
         has_qkv_bias, has_out_bias: whether those projections have one.
@@ -52,8 +56,10 @@ class Attention(nnx.Module):
         self.o = Linear(heads * head_dim, embed, dtype, has_bias=has_out_bias)
         self.q_norm = norm and norm(heads * head_dim if norms_whole_rows else head_dim)
         self.k_norm = norm and norm(kv_heads * head_dim if norms_whole_rows else head_dim)
+        if self.k_norm is not None:
+            self.k_norm.cut_over = (KV,)
         self.sinks = nnx.Param(jnp.zeros((heads,), dtype)) if has_sinks else None
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.head_dim = head_dim
         self.norms_whole_rows, self.soft_cap, self.is_causal = norms_whole_rows, soft_cap, is_causal
         self.scale = head_dim**-0.5 if scale is None else scale
 
@@ -61,12 +67,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope | None, place: KVPlace
     ) -> tuple[Float[Array, "tokens embed"], KVCache]:
         num_tokens = x.shape[0]
-        q = self._in_heads(self.q(x), self.heads, self.q_norm)
-        k = self._in_heads(self.k(x), self.kv_heads, self.k_norm)
-        if rope is not None:
-            q, k = rope.rotate_queries(q), rope.rotate(k)
-        v = self.v(x).reshape(num_tokens, self.kv_heads, self.head_dim)
-        cache = write(cache, k, v, place.layer, batch.write_pages[place.group], batch.write_offsets)
+        q = self._in_heads(self.q(x), self.q_norm)
+        k = self._in_heads(self.k(x), self.k_norm)
+        v = self._in_heads(self.v(x), None)
+        cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
+        pages, offsets = batch.write_pages[place.group], batch.write_offsets
+        q, *pools = kv_write(q, k, v, cache.k, cache.v, pages, offsets, cos=cos, sin=sin, layer=place.layer)
+        cache = KVCache(*pools)
+        q = q if rope is None else rope.scale_queries(q)
         attended = paged_attention(
             q,
             cache.k,
@@ -84,8 +92,8 @@ class Attention(nnx.Module):
         )
         return self.o(attended.reshape(num_tokens, -1)), cache
 
-    def _in_heads(self, x: Float[Array, "tokens in"], num_heads: int, norm: RMSNorm | None) -> Float[Array, "tokens heads head_dim"]:
+    def _in_heads(self, x: Float[Array, "tokens in"], norm: RMSNorm | None) -> Float[Array, "tokens heads head_dim"]:
         if norm is not None and self.norms_whole_rows:
             x = norm(x)
-        x = x.reshape(x.shape[0], num_heads, self.head_dim)
+        x = x.reshape(x.shape[0], -1, self.head_dim)
         return x if norm is None or self.norms_whole_rows else norm(x)

@@ -6,6 +6,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxpaged.layers.shards import TENSOR_AXES, add_up, first_of_part
+
 
 def matmul(x: Float[Array, "rows in"], weight: Float[Array, "out in"]) -> Float[Array, "rows out"]:
     """`x @ weight.T`, accumulated in float32; float32 operands are never rounded to TF32."""
@@ -14,23 +16,37 @@ def matmul(x: Float[Array, "rows in"], weight: Float[Array, "out in"]) -> Float[
 
 
 class Linear(nnx.Module):
-    """A linear map, with a bias or without."""
+    """A linear map, with a bias or without. Where several devices have parts of its inputs, they add up what those give."""
 
     def __init__(self, num_in: int, num_out: int, dtype: jax.typing.DTypeLike, *, has_bias: bool = False) -> None:
         self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if has_bias else None
+        self.num_in = num_in
 
     def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         mapped = self.sums(x)
+        if self.cut_over:
+            # In the type of the activations, which is half as much to send where that is bfloat16.
+            mapped = add_up([(mapped.astype(x.dtype), self.cut_over)])
         return (mapped if self.bias is None else mapped + self.bias[...]).astype(x.dtype)
 
     def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-        """The map without its bias, in float32."""
+        """The map of this device's inputs without its bias, in float32."""
         return matmul(x, self.weight[...])
+
+    def own_part(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """What this device's inputs give: to be added up over `cut_over`. There is no bias."""
+        assert self.bias is None
+        return self.sums(x).astype(x.dtype)
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes over which the inputs are dealt out."""
+        return TENSOR_AXES if self.weight.shape[-1] < self.num_in else ()
 
 
 class Embedding(nnx.Module):
-    """Token ids to rows of the residual stream; the same table can serve as the head.
+    """Token ids to rows of the residual stream; the same table can serve as the head. Several devices may have a part of the rows each.
 
     Args:
         scale: multiplies the rows, rounded to their type first; None: they stay as they are.
@@ -38,10 +54,17 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab: int, embed: int, dtype: jax.typing.DTypeLike, *, scale: float | None = None) -> None:
         self.weight = nnx.Param(jnp.zeros((vocab, embed), dtype))
-        self.scale = scale
+        self.scale, self.vocab = scale, vocab
 
     def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
-        rows = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
+        num_own = self.weight.shape[0]
+        if num_own < self.vocab:
+            own_ids = token_ids - first_of_part(num_own, TENSOR_AXES)
+            # A negative index would count from the end; ids of other devices' rows lie behind ours.
+            own_rows = self.weight[...].at[jnp.where(own_ids < 0, num_own, own_ids)].get(mode="fill", fill_value=0)
+            rows = add_up([(own_rows, TENSOR_AXES)])
+        else:
+            rows = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
     def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxpaged.layers.shards import EXPERT, TENSOR_AXES, add_up, first_of_part
 from jaxpaged.layers.stack import OfLayer, WholeStack
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -45,14 +46,23 @@ class Routing(NamedTuple):
 
 @runtime_checkable
 class Experts(Protocol):
-    """All experts of a layer."""
+    """All experts of a layer, or those of them, and that part of each, that a device has."""
 
     num_experts: int
+    """Of all devices together."""
+
+    @property
+    def num_own(self) -> int: ...
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes over which what comes out must be added up."""
+        ...
 
     def __call__(
         self, x: Float[Array, "rows embed"], group_sizes: Int32[Array, "experts"], expert_of: Int32[Array, "rows"]
     ) -> Float[Array, "rows embed"]:
-        """Rows sorted by expert, `group_sizes` of each, through their own; rows beyond those are padding, of no expert."""
+        """Rows sorted by expert, `group_sizes` of each, through their own; rows beyond those are padding, of none of our experts."""
         ...
 
 
@@ -63,7 +73,17 @@ class GatedExperts(nnx.Module):
         self.gate = WholeStack(jnp.zeros((num_experts, ffw, embed), dtype))
         self.up = WholeStack(jnp.zeros((num_experts, ffw, embed), dtype))
         self.down = WholeStack(jnp.zeros((num_experts, embed, ffw), dtype))
-        self.num_experts, self.activation = num_experts, activation
+        self.num_experts, self.ffw, self.activation = num_experts, ffw, activation
+
+    @property
+    def num_own(self) -> int:
+        """Experts of this device."""
+        return part_shape(self.gate)[0]
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """See `Experts`."""
+        return cut_axes(self, is_narrow=part_shape(self.gate)[1] < self.ffw)
 
     def __call__(
         self, x: Float[Array, "rows embed"], group_sizes: Int32[Array, "experts"], expert_of: Int32[Array, "rows"]
@@ -74,7 +94,7 @@ class GatedExperts(nnx.Module):
 
 
 class MixtureMLP(nnx.Module):
-    """A router and its experts, and a shared expert where there is one."""
+    """A router and its experts, and a shared expert where there is one; devices with parts of them add up all at once."""
 
     def __init__(self, embed: int, mixture: Mixture, dtype: jax.typing.DTypeLike, *, activation: str) -> None:
         self.router = Linear(embed, mixture.experts, dtype)
@@ -87,9 +107,10 @@ class MixtureMLP(nnx.Module):
         """Tokens from `num_live` on are padding."""
         routing = route(self.router(x), self.mixture.experts_per_token, renormalizes=self.mixture.renormalizes)
         out = send(x, routing, num_live, self.experts)
-        if self.shared is None or self.shared_gate is None:
-            return out
-        return out + nnx.sigmoid(self.shared_gate(x)) * self.shared(x)
+        parts = [(out, self.experts.cut_over)]
+        if self.shared is not None and self.shared_gate is not None:
+            parts.append((nnx.sigmoid(self.shared_gate(x)) * self.shared.own_part(x), self.shared.down.cut_over))
+        return add_up(parts)
 
 
 def route(logits: Float[Array, "tokens experts"], num_chosen: int, *, renormalizes: bool) -> Routing:
@@ -99,18 +120,38 @@ def route(logits: Float[Array, "tokens experts"], num_chosen: int, *, renormaliz
 
 
 def send(x: Float[Array, "tokens embed"], routing: Routing, num_live: Int32[Array, ""], experts: Experts) -> Float[Array, "tokens embed"]:
-    """Each live token through its experts, and the sum of what they give, each times its share; 0 for padding."""
+    """Each live token through its experts, and the sum of what they give, each times its share; 0 for padding.
+
+    Where devices have parts of the experts, this is what those of this one give.
+    """
     num_tokens, num_chosen = routing.experts.shape
     is_live = jnp.arange(num_tokens) < num_live
-    # Padding is sorted behind the last expert.
-    expert_of = jnp.where(is_live[:, None], routing.experts, experts.num_experts).reshape(-1)
+    num_own = experts.num_own
+    # Padding is sorted behind the last expert, and so is what goes to experts of other devices.
+    if num_own == experts.num_experts:
+        expert_of = jnp.where(is_live[:, None], routing.experts, num_own).reshape(-1)
+    else:
+        own = routing.experts - first_of_part(num_own, (EXPERT,))
+        expert_of = jnp.where(is_live[:, None] & (own >= 0) & (own < num_own), own, num_own).reshape(-1)
     order = jnp.argsort(expert_of, stable=True)
-    group_sizes = jnp.zeros(experts.num_experts, jnp.int32).at[expert_of].add(1, mode="drop")
+    group_sizes = jnp.zeros(num_own, jnp.int32).at[expert_of].add(1, mode="drop")
     rows = experts(x[order // num_chosen], group_sizes, expert_of[order])
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype), unique_indices=True)
     shared_out = rows[back].reshape(num_tokens, num_chosen, -1).astype(jnp.float32)
     shares = jnp.where(is_live[:, None], routing.shares, 0)
     return jnp.where(is_live[:, None], jnp.sum(shared_out * shares[..., None], axis=1), 0).astype(x.dtype)
+
+
+def part_shape(weights: WholeStack) -> tuple[int, int]:
+    """Experts of a layer that there are weights of, and numbers that come out of each."""
+    value = weights.get_value()
+    shape = value.stacked.shape if isinstance(value, OfLayer) else value.shape
+    return shape[-3], shape[-2]
+
+
+def cut_axes(experts: Experts, *, is_narrow: bool) -> tuple[str, ...]:
+    """See `Experts.cut_over`. `is_narrow`: whether this device has a part of each expert's width."""
+    return ((EXPERT,) if experts.num_own < experts.num_experts else ()) + (TENSOR_AXES if is_narrow else ())
 
 
 def expert_matmul(x: Float[Array, "rows in"], weights: WholeStack, group_sizes: Int32[Array, "experts"]) -> Float[Array, "rows out"]:

@@ -38,7 +38,14 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        return self.down(self._inner(x))
+
+    def own_part(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        """As `Linear.own_part`, to be added up over `down.cut_over`."""
+        return self.down.own_part(self._inner(x))
+
+    def _inner(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffw"]:
+        return ACTIVATIONS[self.activation](self.gate(x)) * self.up(x)
 
 
 class MLP(nnx.Module):

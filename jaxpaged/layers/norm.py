@@ -6,6 +6,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpaged.layers.shards import TENSOR_AXES, add_up
+
 
 class RMSNorm(nnx.Module):
     """Root mean square normalization, computed in float32 (Zhang & Sennrich 2019).
@@ -13,15 +15,30 @@ class RMSNorm(nnx.Module):
     Args:
         offset: added to the weight; 1 in models whose weights are kept around 0.
         is_scaled_wide: whether the weight multiplies in float32, before the result is rounded to x's type, or after.
+        cut_over: the axes over which rows are dealt out, where several devices have a part of each.
     """
 
-    def __init__(self, embed: int, eps: float, dtype: jax.typing.DTypeLike, *, offset: float = 0.0, is_scaled_wide: bool = False) -> None:
+    def __init__(
+        self,
+        embed: int,
+        eps: float,
+        dtype: jax.typing.DTypeLike,
+        *,
+        offset: float = 0.0,
+        is_scaled_wide: bool = False,
+        cut_over: tuple[str, ...] = TENSOR_AXES,
+    ) -> None:
         self.weight = nnx.Param(jnp.zeros((embed,), dtype))
         self.eps, self.offset, self.is_scaled_wide = eps, offset, is_scaled_wide
+        self.width, self.cut_over = embed, cut_over
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         wide = x.astype(jnp.float32)
-        normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.weight.shape[-1] < self.width:
+            mean = add_up([(jnp.sum(wide * wide, axis=-1, keepdims=True), self.cut_over)]) / self.width
+        else:
+            mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = wide * lax.rsqrt(mean + self.eps)
         if self.is_scaled_wide:
             return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.weight[...]

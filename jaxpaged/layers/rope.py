@@ -17,18 +17,9 @@ class Rope(NamedTuple):
     sin: Float[Array, "tokens half_dim"]
     query_scale: Float[Array, "tokens"] | None = None
 
-    def rotate_queries(self, q: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
-        """As `rotate`, with log-n attention where the model has it."""
-        turned = self.rotate(q)
-        return turned if self.query_scale is None else (turned * self.query_scale[:, None, None]).astype(q.dtype)
-
-    def rotate(self, x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
-        """Turns each pair (x[i], x[i + half_dim]) by its token's angle, in float32; dimensions from 2 * half_dim on stay as they are."""
-        num_turned = 2 * self.cos.shape[-1]
-        first, second = jnp.split(x[..., :num_turned].astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos[:, None], self.sin[:, None]
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-        return turned if num_turned == x.shape[-1] else jnp.concatenate([turned, x[..., num_turned:]], axis=-1)
+    def scale_queries(self, q: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:
+        """Log-n attention where the model has it: queries that are turned already, times their token's scale."""
+        return q if self.query_scale is None else (q * self.query_scale[:, None, None]).astype(q.dtype)
 
 
 class Ropes(NamedTuple):

@@ -30,12 +30,14 @@ SIDE_FILES = frozenset(
 
 TOKENIZER_FILES = frozenset({"qwen.tiktoken", "tokenizer.json", "tokenizer.model", "vocab.json"})
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+ORBAX_FOLDER = "orbax"
+"""Holds the arrays of a model that `jaxpaged convert` wrote; see `loading.orbax_checkpoint`."""
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_LISTED = 8
 
 
 class FileChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The files to take. `kind` is gguf (one file) or folder."""
+    """The files to take. `kind` is gguf (one file), folder, or orbax (a folder too)."""
 
     kind: str
     files: tuple[str, ...]
@@ -58,6 +60,8 @@ def choose_files(names: Iterable[str], where: str, *, load_format: str = "auto",
     side = sorted(name for name in present if name in SIDE_FILES or name.endswith(INDEX_SUFFIX))
     if load_format == "dummy" and "config.json" in present:
         return FileChoice(kind="folder", files=tuple(side))
+    if {ORBAX_FOLDER, "jaxpaged.json", "config.json"} <= present and load_format == "auto" and wanted is None:
+        return FileChoice(kind="orbax", files=tuple(side))
     tensors = sorted(name for name in present if name.endswith(".safetensors"))
     ggufs = sorted(name for name in present if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
     if tensors and load_format != "gguf" and wanted is None:

@@ -1,7 +1,8 @@
 """Fills a model's parameters from a checkpoint, by the model's table of names and patterns."""
 
 import concurrent.futures
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -54,6 +55,7 @@ def fill(
     *,
     may_be_unread: Collection[str] = (),
     num_threads: int = 1,
+    on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """Reads every expected parameter exactly once.
 
@@ -66,6 +68,7 @@ def fill(
         axis_sizes: sizes of the axes in the patterns, "layers" and "experts".
         may_be_unread: parameter paths whose tensors may be there although the parameter is not expected.
         num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
+        on_bytes: told the size of each tensor once it is converted; one at a time.
 
     Returns:
         Parameter path -> array of 64-byte aligned memory. Tensor by tensor and row by row, so that memory in use is the result and a
@@ -83,7 +86,10 @@ def fill(
     def make(copy: _Copy) -> None:
         _copy_tensor(checkpoint, copy, filled[copy.path][copy.place], axis_sizes)
         checkpoint.release(copy.name)
+        with telling:
+            on_bytes(filled[copy.path][copy.place].nbytes)
 
+    telling = threading.Lock()
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:
         try:
             for _ in pool.map(make, copies):

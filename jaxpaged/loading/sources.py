@@ -31,8 +31,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: the model's name as it is shown; a short name, hub id, or the path as given.
-        kind: gguf or folder.
-        path: the GGUF file, or the folder with config.json and safetensors.
+        kind: gguf, folder, or orbax.
+        path: the GGUF file, or the folder with config.json and safetensors or an Orbax checkpoint.
         tokenizer_path: folder or file of another tokenizer than the model's own; None otherwise.
         cache_path: a writable folder for what is derived from these files; it is never beside a user's own.
     """

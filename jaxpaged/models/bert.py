@@ -20,6 +20,7 @@ from jaxpaged.layers.kv_places import KVPlace, KVPlaces
 from jaxpaged.layers.linear import Embedding, matmul
 from jaxpaged.layers.mlp import MLP, known_activation
 from jaxpaged.layers.norm import LayerNorm
+from jaxpaged.layers.shards import whole_rows
 from jaxpaged.layers.stack import make_stack, run_stack
 
 
@@ -125,7 +126,7 @@ class Model(nnx.Module):
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Every row chooses a token, which nobody sees; there is no head that was trained for it."""
-        return matmul(hidden, self.embedding.weight[...])
+        return whole_rows(matmul(hidden, self.embedding.weight[...]), self.config.vocab)
 
 
 _LAYER = "encoder.layer.{layer}."

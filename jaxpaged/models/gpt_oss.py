@@ -19,10 +19,11 @@ from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.attention import Attention
 from jaxpaged.layers.kv_places import KVPlace
 from jaxpaged.layers.linear import Linear
-from jaxpaged.layers.mixture import Mixture, expert_matmul, route, send
+from jaxpaged.layers.mixture import Mixture, cut_axes, expert_matmul, part_shape, route, send
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope
 from jaxpaged.layers.rope_frequencies import RopePlan, usable_positions
+from jaxpaged.layers.shards import TENSOR_AXES, add_up, counted_once
 from jaxpaged.layers.stack import WholeStack
 from jaxpaged.models import llama
 
@@ -85,10 +86,11 @@ class Config(NamedTuple):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Axis words of `WEIGHTS` -> sizes; `gate_up`: gate and up of an expert, one number of each in turn."""
+        """Axis words of `WEIGHTS` -> sizes; `gate_up`: gate and up of an expert, one of each in turn; `routes`: rows of the router."""
         words = ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim")
         sizes = {word: getattr(self, word) for word in words}
-        return sizes | {"experts": self.mixture.experts, "ffw": self.mixture.ffw, "gate_up": 2 * self.mixture.ffw}
+        experts, ffw = self.mixture.experts, self.mixture.ffw
+        return sizes | {"experts": experts, "routes": experts, "ffw": ffw, "gate_up": 2 * ffw}
 
     @property
     def norm(self) -> Callable[[int], RMSNorm]:
@@ -105,19 +107,36 @@ class ClampedExperts(nnx.Module):
         self.gate_up_bias = nnx.Param(jnp.zeros((mixture.experts, 2 * mixture.ffw), c.dtype))
         self.down = WholeStack(jnp.zeros((mixture.experts, c.embed, mixture.ffw), c.dtype))
         self.down_bias = nnx.Param(jnp.zeros((mixture.experts, c.embed), c.dtype))
-        self.num_experts, self.alpha, self.limit = mixture.experts, c.alpha, c.limit
+        self.num_experts, self.ffw, self.alpha, self.limit = mixture.experts, mixture.ffw, c.alpha, c.limit
+
+    @property
+    def num_own(self) -> int:
+        """Experts of this device."""
+        return part_shape(self.gate_up)[0]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether this device has a part of each expert's width."""
+        return part_shape(self.gate_up)[1] < 2 * self.ffw
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """See `mixture.Experts`."""
+        return cut_axes(self, is_narrow=self.is_narrow)
 
     def __call__(
         self, x: Float[Array, "rows embed"], group_sizes: Int32[Array, "experts"], expert_of: Int32[Array, "rows"]
     ) -> Float[Array, "rows embed"]:
-        def biased(x: jax.Array, weights: WholeStack, bias: nnx.Param[jax.Array]) -> jax.Array:
+        def biased(x: jax.Array, weights: WholeStack, bias: jax.Array) -> jax.Array:
             # Padding is of no expert.
-            own = bias[...].at[expert_of].get(mode="fill", fill_value=0)
+            own = bias.at[expert_of].get(mode="fill", fill_value=0)
             return (expert_matmul(x, weights, group_sizes) + own).astype(x.dtype)
 
-        gate_up = biased(x, self.gate_up, self.gate_up_bias).reshape(x.shape[0], -1, 2)
+        gate_up = biased(x, self.gate_up, self.gate_up_bias[...]).reshape(x.shape[0], -1, 2)
         gate, up = jnp.minimum(gate_up[..., 0], self.limit), jnp.clip(gate_up[..., 1], -self.limit, self.limit)
-        return biased((up + 1) * gate * nnx.sigmoid(self.alpha * gate), self.down, self.down_bias)
+        # Devices with parts of an expert's width have all of this bias.
+        down_bias = counted_once(self.down_bias[...], TENSOR_AXES if self.is_narrow else ())
+        return biased((up + 1) * gate * nnx.sigmoid(self.alpha * gate), self.down, down_bias)
 
 
 class ClampedMixture(nnx.Module):
@@ -131,7 +150,7 @@ class ClampedMixture(nnx.Module):
     def __call__(self, x: Float[Array, "tokens embed"], num_live: Int32[Array, ""]) -> Float[Array, "tokens embed"]:
         """Tokens from `num_live` on are padding."""
         routing = route(self.router(x), self.mixture.experts_per_token, renormalizes=self.mixture.renormalizes)
-        return send(x, routing, num_live, self.experts)
+        return add_up([(send(x, routing, num_live, self.experts), self.experts.cut_over)])
 
 
 class Block(nnx.Module):
@@ -173,8 +192,8 @@ _EXPERTS = f"{_LAYER}mlp.experts."
 
 WEIGHTS: dict[str, tuple[str, str]] = {name: weight for name, weight in llama.WEIGHTS.items() if ".mlp." not in name} | {
     f"{_LAYER}self_attn.sinks": ("layers.attention.sinks", "heads -> heads"),
-    f"{_LAYER}mlp.router.weight": ("layers.mlp.router.weight", "experts embed -> experts embed"),
-    f"{_LAYER}mlp.router.bias": ("layers.mlp.router.bias", "experts -> experts"),
+    f"{_LAYER}mlp.router.weight": ("layers.mlp.router.weight", "routes embed -> routes embed"),
+    f"{_LAYER}mlp.router.bias": ("layers.mlp.router.bias", "routes -> routes"),
     f"{_EXPERTS}gate_up_proj": ("layers.mlp.experts.gate_up", "experts embed gate_up -> experts gate_up embed"),
     f"{_EXPERTS}gate_up_proj_bias": ("layers.mlp.experts.gate_up_bias", "experts gate_up -> experts gate_up"),
     f"{_EXPERTS}down_proj": ("layers.mlp.experts.down", "experts ffw embed -> experts embed ffw"),

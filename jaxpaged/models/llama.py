@@ -23,6 +23,7 @@ from jaxpaged.layers.mlp import GatedMLP, known_activation
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope, make_ropes
 from jaxpaged.layers.rope_frequencies import RopePlan, make_rope_table, unturned, usable_positions
+from jaxpaged.layers.shards import whole_rows
 from jaxpaged.layers.stack import make_stack, run_stack
 
 
@@ -100,11 +101,11 @@ class Config(NamedTuple):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Axis words of `WEIGHTS` -> sizes."""
+        """Axis words of `WEIGHTS` -> sizes. `routes`: rows of the router, one for each expert, which every device has all of."""
         words = ("vocab", "embed", "ffw", "layers", "heads", "kv_heads", "head_dim")
         sizes = {word: getattr(self, word) for word in words}
         if self.mixture is not None:
-            sizes |= {"experts": self.mixture.experts, "shared_ffw": self.mixture.shared_ffw or 0}
+            sizes |= {"experts": self.mixture.experts, "routes": self.mixture.experts, "shared_ffw": self.mixture.shared_ffw or 0}
         return sizes
 
     @property
@@ -187,7 +188,8 @@ class Model(nnx.Module):
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Float32 logits of chosen rows."""
-        return (self.embedding if self.head is None else self.head).sums(hidden)
+        head = self.embedding if self.head is None else self.head
+        return whole_rows(head.sums(hidden), self.config.vocab)
 
 
 WEIGHTS: dict[str, tuple[str, str]] = {

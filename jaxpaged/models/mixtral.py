@@ -62,7 +62,7 @@ NOT_EXPERTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 WEIGHTS: dict[str, tuple[str, str]] = {
     **NOT_EXPERTS,
-    f"{_LAYER}block_sparse_moe.gate.weight": ("layers.mlp.router.weight", "experts embed -> experts embed"),
+    f"{_LAYER}block_sparse_moe.gate.weight": ("layers.mlp.router.weight", "routes embed -> routes embed"),
     f"{_EXPERT}w1.weight": ("layers.mlp.experts.gate", "ffw embed -> ffw embed"),
     f"{_EXPERT}w3.weight": ("layers.mlp.experts.up", "ffw embed -> ffw embed"),
     f"{_EXPERT}w2.weight": ("layers.mlp.experts.down", "embed ffw -> embed ffw"),

@@ -9,7 +9,7 @@ _EXPERT = f"{_MLP}experts.{{expert}}."
 
 WEIGHTS: dict[str, tuple[str, str]] = {
     **NOT_EXPERTS,
-    f"{_MLP}gate.weight": ("layers.mlp.router.weight", "experts embed -> experts embed"),
+    f"{_MLP}gate.weight": ("layers.mlp.router.weight", "routes embed -> routes embed"),
     f"{_EXPERT}gate_proj.weight": ("layers.mlp.experts.gate", "ffw embed -> ffw embed"),
     f"{_EXPERT}up_proj.weight": ("layers.mlp.experts.up", "ffw embed -> ffw embed"),
     f"{_EXPERT}down_proj.weight": ("layers.mlp.experts.down", "embed ffw -> embed ffw"),

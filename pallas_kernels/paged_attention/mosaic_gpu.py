@@ -6,14 +6,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.gpu_target import gpu_target
+from pallas_kernels.gpu_target import gpu_target, hopper_refusals
 from pallas_kernels.mosaic_tiles import ROWS, has_tiling
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS
 from pallas_kernels.paged_attention.mosaic_decode import decode
 from pallas_kernels.paged_attention.mosaic_prefill import MAX_WIDENED_HEAD_DIM, prefill
 
-HOPPER = (9, 0)
 HOPPER_MULTIPROCESSORS = 132
 """Of an H100 SXM or an H200: what is assumed where no device can be asked."""
 
@@ -28,10 +27,7 @@ def refusals(q: Any, k_pages: Any, is_causal: bool) -> list[str]:
     found = domain_refusals(q, k_pages)
     if not is_causal:
         found.append("its rows see no later positions")
-    if target.capability != HOPPER:
-        has = "an unknown one" if target.capability is None else ".".join(map(str, target.capability))
-        found.append(f"it needs compute capability 9.0, and {target.kind} has {has}")
-    return found
+    return found + hopper_refusals(target)
 
 
 def domain_refusals(q: Any, k_pages: Any) -> list[str]:

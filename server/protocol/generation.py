@@ -41,6 +41,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import ChatTemplateError, InvalidRequestError
 from jaxpaged.request import CompletionOutput, SamplingParams
+from server.beams import beam_outputs, beam_params
 from server.choices import TokenNames, chat_logprobs, finish_reason, prompt_logprobs
 from server.conversation import template_messages
 from server.generation import Job, Outputs, check_length, cut_prompt, end_of, last_outputs, unless_client_leaves
@@ -52,6 +53,10 @@ def chat_routes(reception: Reception) -> list[HTTPRouteHandler]:
         asked = await reception.read(request, reader, prefix="chatcmpl-")
         engine = reception.service.ready_engine()
         job = await unless_client_leaves(request.receive, chat_job(asked, engine, reception))
+        search = beam_params(asked.body, job.params.max_tokens, engine, num_logprobs=asked.body.top_logprobs, name="top_logprobs")
+        if search is not None:
+            outputs = await unless_client_leaves(request.receive, beam_outputs(engine, job, search))
+            return json_response(_Answer(asked, job, engine).whole(outputs[0]), asked.headers)
         if asked.body.stream:
             return await started_stream(request, engine, job, asked, _Stream(asked, job, engine), reception.service)
         outputs = await unless_client_leaves(request.receive, last_outputs(engine, job))

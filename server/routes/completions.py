@@ -13,6 +13,7 @@ from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.intake import Prompt
 from jaxpaged.request import CompletionOutput, Logprob, RequestOutput
+from server.beams import beam_outputs, beam_params
 from server.choices import LegacyLogprobs, TokenNames, finish_reason, prompt_logprobs
 from server.generation import Job, Outputs, check_length, cut_prompt, end_of, last_outputs, unless_client_leaves
 from server.operations import GENERATION_STATUSES, Operation
@@ -55,6 +56,12 @@ def completion_routes(reception: Reception) -> list[HTTPRouteHandler]:
         engine = reception.service.ready_engine()
         job = await unless_client_leaves(request.receive, completion_job(asked, engine, reception))
         answer = _Answer(asked, job, engine)
+        search = beam_params(asked.body, job.params.max_tokens, engine, num_logprobs=asked.body.logprobs, name="logprobs")
+        if search is not None:
+            if asked.body.echo:
+                raise InvalidRequestError("echo cannot be given with use_beam_search: leave it out", param="echo")
+            outputs = await unless_client_leaves(request.receive, beam_outputs(engine, job, search))
+            return json_response(answer.whole(outputs), asked.headers)
         if asked.body.stream:
             return await started_stream(request, engine, job, asked, _Stream(answer, asked, job), reception.service)
         outputs = await unless_client_leaves(request.receive, last_outputs(engine, job))

@@ -11,13 +11,14 @@ from litestar.handlers import HTTPRouteHandler
 
 from jaxpaged.embeddings import EmbeddingRequestOutput
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.queue_group import QueueGroup
 from server.generation import all_or_none, check_length, cut_prompt, request_name, unless_client_leaves
 from server.ledger import End
 from server.operations import GENERATION_STATUSES, Operation
 from server.protocol.bodies import BodyReader
 from server.protocol.embeddings import EmbeddingItem, EmbeddingRequest, EmbeddingResponse, InputUsage
 from server.protocol.fields import EMBEDDINGS
-from server.requests import Asked, Reception, check_num_prompts, json_response
+from server.requests import Asked, Reception, check_num_inputs, json_response
 from server.routes.completions import split_prompts
 
 OPERATION: Final = Operation(
@@ -38,7 +39,7 @@ def embedding_routes(reception: Reception) -> list[HTTPRouteHandler]:
         asked = await reception.read(request, reader, prefix="embd-")
         engine = reception.service.ready_engine()
         prompts = split_prompts(asked.body.input, "input")
-        check_num_prompts("input", len(prompts), reception.service.config.limits)
+        check_num_inputs(len(prompts), reception.service.config.limits)
 
         async def work() -> tuple[list[list[int]], list[EmbeddingRequestOutput]]:
             limit = asked.body.truncate_prompt_tokens
@@ -47,8 +48,10 @@ def embedding_routes(reception: Reception) -> list[HTTPRouteHandler]:
             if not all(many):
                 raise InvalidRequestError("input holds a text without a token: give at least one", param="input")
             check_length("input", many, "", None, engine.max_model_len)
+            group, priority = QueueGroup(), asked.body.priority or 0
+            salt = {} if asked.body.cache_salt is None else {"cache_salt": asked.body.cache_salt}
             asking = [
-                engine.embed({"prompt_token_ids": ids}, request_id=request_name(asked.name, index), priority=asked.body.priority or 0)
+                engine.embed({"prompt_token_ids": ids, **salt}, request_id=request_name(asked.name, index), priority=priority, group=group)
                 for index, ids in enumerate(many)
             ]
             return many, await all_or_none(asking)

@@ -1,9 +1,11 @@
 """/v1/responses: create (whole and streamed), get, cancel, delete, input items. What is stored is in memory, and bounded."""
 
 import uuid
+from collections.abc import Iterable
 from typing import Any, Final
 
 from litestar import Request, Response, delete, get, post
+from litestar.datastructures import MultiDict
 from litestar.handlers import HTTPRouteHandler
 
 from jaxpaged.engine_client import EngineClient
@@ -52,7 +54,7 @@ CREATE: Final = Operation(
     chunk=ResponseEvent,
     statuses=GENERATION_STATUSES,
 )
-GET: Final = Operation(summary="A response that is stored", tag=TAG, answer=ResponseObject, statuses=(404,))
+GET: Final = Operation(summary="A response that is stored", tag=TAG, answer=ResponseObject, statuses=(400, 404))
 CANCEL: Final = Operation(summary="End a response that is being made", tag=TAG, answer=ResponseObject, statuses=(400, 404))
 DELETE: Final = Operation(summary="Forget a response", tag=TAG, answer=DeletedResponse, statuses=(404,))
 ITEMS: Final = Operation(summary="The input of a response", tag=TAG, answer=ItemList, statuses=(400, 404))
@@ -106,6 +108,7 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
 
     @get("/v1/responses/{response_id:str}", opt={"operation": GET}, name="retrieve_response")
     async def retrieve_response(request: Request[Any, Any, Any]) -> Response[bytes]:
+        check_query(request.query_params)
         return json_response(store.get(id_in(request)).response)
 
     @delete("/v1/responses/{response_id:str}", status_code=200, opt={"operation": DELETE}, name="delete_response")
@@ -127,6 +130,7 @@ def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
 
     @get("/v1/responses/{response_id:str}/input_items", opt={"operation": ITEMS}, name="list_input_items")
     async def list_input_items(request: Request[Any, Any, Any]) -> Response[bytes]:
+        check_includes(request.query_params.getall("include", []) + request.query_params.getall("include[]", []))
         return json_response(page_of(store.get(id_in(request)).items, request.query_params))
 
     return [create_response, retrieve_response, delete_response, cancel_response, list_input_items]
@@ -149,10 +153,28 @@ def id_in(request: Request[Any, Any, Any]) -> str:
 
 def check_include(body: ResponsesRequest) -> bool:
     """Whether log-probabilities are wanted. Raises InvalidRequestError for what nobody can include."""
-    for name in body.include or ():
+    check_includes(body.include or ())
+    return LOGPROBS in (body.include or ())
+
+
+def check_includes(names: Iterable[str]) -> None:
+    """Raises InvalidRequestError for what nobody can include."""
+    for name in names:
         if name not in INCLUDES:
             raise InvalidRequestError(f"include holds {name[:60]!r}, which is none of {', '.join(INCLUDES)}", param="include")
-    return LOGPROBS in (body.include or ())
+
+
+def check_query(query: MultiDict[str]) -> None:
+    """What is asked of a stored response besides itself. Raises InvalidRequestError for what is not served."""
+    check_includes(query.getall("include", []) + query.getall("include[]", []))
+    if query.get("stream", "false").lower() not in ("", "false", "0"):
+        raise InvalidRequestError(
+            "A stored response cannot be streamed, since none is made in the background: leave stream out, or give stream: true when you "
+            "create it",
+            param="stream",
+        )
+    if "starting_after" in query:
+        raise InvalidRequestError("starting_after is a place in a stream, and stored responses are not streamed", param="starting_after")
 
 
 def read_input(given: str | list[InputItem]) -> tuple[list[KeptMessage], list[Message]]:

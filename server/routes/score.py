@@ -6,6 +6,7 @@ from litestar import Request, Response, post
 from litestar.handlers import HTTPRouteHandler
 
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.queue_group import QueueGroup
 from server.generation import all_or_none, request_name, unless_client_leaves
 from server.ledger import End
 from server.operations import GENERATION_STATUSES, Operation
@@ -37,8 +38,9 @@ def score_routes(reception: Reception) -> list[HTTPRouteHandler]:
         prompt: dict[str, Any] = {"prompt" if isinstance(body.prompt, str) else "prompt_token_ids": body.prompt}
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
+        group, priority = QueueGroup(), body.priority or 0
         asking = [
-            engine.score(prompt, continuation, request_name(asked.name, index), priority=body.priority or 0)  # type: ignore[arg-type]
+            engine.score(prompt, continuation, request_name(asked.name, index), priority=priority, group=group)  # type: ignore[arg-type]
             for index, continuation in enumerate(continuations)
         ]
         try:

@@ -40,7 +40,8 @@ def token_routes(reception: Reception) -> list[HTTPRouteHandler]:
         check_messages(body.messages, service.config.limits)
         continues = bool(body.continue_final_message)
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        return await conversation_ids(engine, body.messages, opens, continues, body.chat_template_kwargs)
+        ids = await conversation_ids(engine, body.messages, opens, continues, body.chat_template_kwargs)
+        return engine.get_tokenizer().with_ends(ids) if body.add_special_tokens else ids
 
     @post("/tokenize", status_code=200, opt={"operation": tokenize_operation}, name="tokenize")
     async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
@@ -48,7 +49,7 @@ def token_routes(reception: Reception) -> list[HTTPRouteHandler]:
         ids = await unless_client_leaves(request.receive, ids_of(asked.body))
         engine = service.ready_engine()
         tokenizer = engine.get_tokenizer()
-        strings = [tokenizer.token_text(token_id) for token_id in ids] if asked.body.return_token_strs else None
+        strings = [tokenizer.spelling(token_id) for token_id in ids] if asked.body.return_token_strs else None
         answer = TokenizeResponse(count=len(ids), max_model_len=engine.max_model_len, tokens=ids, token_strs=strings)
         return json_response(answer, asked.headers)
 
@@ -56,7 +57,10 @@ def token_routes(reception: Reception) -> list[HTTPRouteHandler]:
     async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
         asked = await reception.read(request, detokenize_reader, prefix="")
         engine = service.ready_engine()
-        ids = await engine.prompt_ids(asked.body.tokens)
+        try:
+            ids = await engine.prompt_ids(asked.body.tokens)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message.replace("A prompt's token ids", "tokens", 1), param="tokens") from None
         # A body may hold a million of them, which take a second.
         text = await asyncio.to_thread(engine.get_tokenizer().decode, ids, skip_special_tokens=False)
         return json_response(DetokenizeResponse(prompt=text), asked.headers)

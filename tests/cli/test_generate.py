@@ -119,6 +119,7 @@ def test_chat_and_system_use_the_template() -> None:
     for argv, prompt in (
         (["--chat", "hi"], "<user>hi"),
         (["--system", "be kind", "hi"], "<system>be kind<user>hi"),
+        (["--chat", ""], "<user>"),
         (["--raw", "hi"], "hi"),
         (["hi"], "hi"),
     ):
@@ -136,6 +137,7 @@ def test_chat_and_system_use_the_template() -> None:
         (["--file", "x", "prompt"], "", ["choose one"]),
         (["--chat", "--raw", "x"], "", ["--raw", "--chat"]),
         (["\udcff"], "", ["prompt 0", "UTF-8"]),
+        (["x", ""], "", ["prompt 1 is empty"]),
         (["--temperature", "-1", "x"], "", ["temperature", "-1"]),
         (["--temperature", "nan", "x"], "", ["temperature", "nan"]),
         (["--temperature", "hot", "x"], "", ["--temperature", "'hot'"]),
@@ -159,7 +161,7 @@ def test_chat_and_system_use_the_template() -> None:
         (["--scheduler.target-itl-s", "0", "x"], "", ["scheduler.target_itl_s", "0"]),
         (["--scheduler.queue-timeout-s", "-1", "x"], "", ["scheduler.queue_timeout_s", "-1"]),
         (["--quantization", "awq", "x"], "", ["quantization 'awq'"]),
-        (["--tensor-parallel-size", "2", "x"], "", ["tensor_parallel_size 2"]),
+        (["--tensor-parallel-size", "0", "x"], "", ["parallel.tensor_parallel_size", "0"]),
         (["--config", "/no/such.yaml", "x"], "", ["/no/such.yaml"]),
         (["--log.file", "/no/such/folder/x.log", "x"], "", ["/no/such/folder/x.log"]),
         (["--trust-remote-code", "x"], "", ["trust_remote_code"]),

@@ -1,6 +1,7 @@
 """What the tests of `AsyncLLM` share."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -39,9 +40,40 @@ def check_ends(log: EventLog) -> None:
     assert sorted(finished) == sorted(event.request_id for event in log.of(events.RequestQueued))
 
 
-def slow_down(llm: AsyncLLM, patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Makes every step take that much longer."""
-    patch.setattr(llm._engine, "runner", FailingRunner(llm._engine.runner, before=lambda _: time.sleep(seconds)))
+class Pace:
+    """How an engine's device goes: every step takes `seconds` longer, and none begins while it is held."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._may_step, self._is_held = threading.Event(), threading.Event()
+        self._may_step.set()
+
+    def before(self, _: int) -> None:
+        """Before each step."""
+        if not self._may_step.is_set():
+            self._is_held.set()
+            assert self._may_step.wait(TIMEOUT_S)
+        if self.seconds:
+            time.sleep(self.seconds)
+
+    async def hold(self) -> None:
+        """Returns when the engine's thread stands before a step and the events of all steps that were taken in are there."""
+        self._is_held.clear()
+        self._may_step.clear()
+        await wait_until(self._is_held.is_set)
+
+    def let_go(self) -> None:
+        """Ends that, and all slowness."""
+        self.seconds = 0.0
+        self._may_step.set()
+
+
+def slow_down(llm: AsyncLLM, patch: pytest.MonkeyPatch, seconds: float) -> Pace:
+    """Makes every step take that much longer, until it is let go."""
+    pace = Pace()
+    pace.seconds = seconds
+    patch.setattr(llm._engine, "runner", FailingRunner(llm._engine.runner, before=pace.before))
+    return pace
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:

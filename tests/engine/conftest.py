@@ -11,6 +11,7 @@ import jax
 import jaxtyping
 import pytest
 
+from jaxpaged import model_runner
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
 from jaxpaged.llm import LLM
@@ -18,17 +19,26 @@ from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, check_ends, is_idle
 from tests.fakes import Bench, Canary, EventLog, NarrowRunner
+from tests.quick_programs import compile_all_quickly
 from tests.text.vocabularies import byte_level
 from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import write_tiny_llama
 
-REAL_BUCKETS = (4, 32, 128)
+REAL_BUCKETS = (4, 32, 64)
 
 
 def live_bytes() -> int:
     """Bytes of all arrays that jax keeps for anybody."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_programs() -> Iterator[None]:
+    """Compiling takes most of the seconds of these tests; the real model's programs, and kernels in their own tests, are users'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "compile_all", compile_all_quickly)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +51,7 @@ def programs(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def real_llm(smollm2_path: Path, programs: Path) -> Iterator[LLM]:
-    """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 128 tokens and 32 rows."""
+    """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 64 tokens and 32 rows."""
     config = Config(
         model=ModelConfig(model=str(smollm2_path), max_model_len=512),
         cache=CacheConfig(memory=192 * MIB),

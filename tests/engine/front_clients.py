@@ -5,7 +5,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxpaged.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxpaged.errors import EngineDeadError, InvalidRequestError, QueueFullError, RequestAbortedError
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
 from tests.engine.virtual_loop import VirtualLoop
@@ -26,6 +27,7 @@ class Client:
 
     Attributes:
         rests_s: how long a slow one rests after each output.
+        group: clients that the queue's limits are asked for once.
         num_wanted: outputs after which one that leaves does so.
         is_cut: its task was cancelled, or its loop closed: whatever it has seen must be right, and there need be no end.
         must_be_aborted: an abort came while it was open and no step was being made.
@@ -39,6 +41,7 @@ class Client:
     habit: Habit
     rests_s: list[float] = field(default_factory=list)
     num_wanted: int = 0
+    group: QueueGroup | None = None
     is_cut: bool = False
     must_be_aborted: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -58,7 +61,7 @@ class Client:
 
     async def live(self, streams: RequestStreams, over: asyncio.Event) -> None:
         """Sends the request and reads."""
-        stream = streams.outputs(self.prompt, self.params, self.request_id, self.priority, None)
+        stream = streams.outputs(self.prompt, self.params, self.request_id, self.priority, None, self.group)
         try:
             async for output in stream:
                 self.outputs.append(output)
@@ -73,7 +76,7 @@ class Client:
             # Left to the garbage collector, a stream that was not being read just now would end some time later.
             await stream.aclose()  # type: ignore[attr-defined]
             raise
-        except (InvalidRequestError, QueueFullError, EngineDeadError) as error:
+        except (InvalidRequestError, QueueFullError, RequestAbortedError, EngineDeadError) as error:
             self.error = error
 
     def check(self, answer_of: Callable[[list[int], int], list[int]], text_of: Callable[[list[int]], str], *, is_dead: bool) -> None:

@@ -17,6 +17,7 @@ from jaxpaged.engine import Engine
 from jaxpaged.engine_control import Pause
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.intake import Intake
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import FinishReason, RequestOutputKind, SamplingParams
 from jaxpaged.request_streams import RequestStreams
 from jaxpaged.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ class FrontWorld:
 
     def __init__(self, seed: int, tokenizer: Tokenizer) -> None:
         rng = self.rng = random.Random(seed)
+        self.group_rng = random.Random(~seed)
+        self.groups: list[QueueGroup] = []
         self.now = 0.0
         self.tokenizer = tokenizer
         self.log = EventLog()
@@ -118,16 +121,29 @@ class FrontWorld:
 
     def take_turn(self) -> None:
         """The engine thread's."""
-        gone = self.ids_of_gone_clients()
+        gone, limits = self.ids_of_gone_clients(), self.engine.scheduler._limits._policy
         self.is_in_turn = True
         self.driver.turn()
         self.is_in_turn = False
         self.engine.scheduler.check()
+        self.check_held()
+        most = limits.max_num_queued_requests
+        assert most is None or all(event.num_waiting <= most for event in self.log.of(events.RequestQueued)), "the queue is too long"
         # Who has left since may have done so during the step.
         still_gone = gone & self.ids_of_gone_clients()
         assert not still_gone & set(self.driver.mailboxes), "a request whose reader is gone goes on"
         if not self.engine.is_dead:
             assert set(self.driver.mailboxes) == set(self.engine.unfinished_ids), "an output has no mailbox, or a mailbox no request"
+
+    def check_held(self) -> None:
+        """Who waits before the queue came with somebody who was let in, and waits because there is no room."""
+        for held in self.driver.held:
+            groups = [client.group for client in self.clients if client.request_id == held.request.request_id]
+            assert any(group is not None and group.is_let_in for group in groups)
+        first = self.driver.held.first
+        if first is not None and not self.is_over and not self.engine.scheduler.is_paused:
+            # A step may have made room since the turn looked.
+            assert self.engine.has_work or self.driver.patience_s == 0.0, "nothing will ever let it in"
 
     def ids_of_gone_clients(self) -> set[str]:
         """Requests that nobody will read any more."""
@@ -167,8 +183,10 @@ class FrontWorld:
         if self.num_to_come and rng.random() < 0.15:
             self.arrive()
         if rng.random() < self.flood_chance:
+            group = QueueGroup()
+            self.groups.append(group)
             for _ in range(min(20, self.num_to_come)):
-                self.arrive()
+                self.arrive(group)
         if rng.random() < self.leap_chance:
             self.now += rng.choice((0.5, 30.0))
         if number == self.closes_loop_at:
@@ -198,7 +216,8 @@ class FrontWorld:
         self.aborted.add(client.request_id)
         has_ended = any(event.request_id == client.request_id for event in self.log.of(events.RequestFinished))
         is_here = any(arrival.request_id == client.request_id for arrival in self.driver._arrivals)
-        is_known = is_here or client.request_id in self.driver.mailboxes
+        is_held = any(held.request.request_id == client.request_id for held in self.driver.held)
+        is_known = is_here or is_held or client.request_id in self.driver.mailboxes
         if is_known and self.is_alone(client) and not has_ended and not self.is_in_turn:
             client.must_be_aborted = True
 
@@ -224,8 +243,10 @@ class FrontWorld:
                     self.quietly(driver.call(lambda engine: engine.control.reset_prefix_cache(reset_running_requests=is_all))),
                 )
 
-    def arrive(self) -> None:
-        """A client comes, on any loop."""
+    def arrive(self, group: QueueGroup | None = None) -> None:
+        """A client comes, on any loop, alone or with a group."""
+        if group is None and self.groups and self.group_rng.random() < 0.3:
+            group = self.group_rng.choice(self.groups)
         rng = self.rng
         self.num_to_come -= 1
         open_loops = [loop for loop in self.loops if not loop.is_closed()]
@@ -249,6 +270,7 @@ class FrontWorld:
         client = Client(request_id, prompt, params, rng.choice((0, 0, 1)), loop, habit)
         client.rests_s = [rng.choice((0.001, 0.03, 0.5)) for _ in range(8)]
         client.num_wanted = rng.randint(1, 4)
+        client.group = group
         self.clients.append(client)
         client.task = self.start(loop, client.live(self.streams, self.over[loop]))
 
@@ -314,6 +336,8 @@ class FrontWorld:
         ids_of_closed = {client.request_id for client in self.clients if client.loop.is_closed()}
         assert all(arrival.request_id in ids_of_closed for arrival in self.driver._arrivals)
         assert self.driver.mailboxes == {}
+        assert not len(self.driver.held)
+        assert not [group for group in self.groups if group.is_let_in and group.refusal], "a group was let in, and then refused"
         assert not self.engine.has_work
         assert self.engine.pages.num_in_use == 0
         self.engine.scheduler.check()

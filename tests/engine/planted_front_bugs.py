@@ -15,6 +15,7 @@ from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.interrupts import Interrupt
 from jaxpaged.llm import LLM
 from jaxpaged.mailbox import Mailbox
+from jaxpaged.queue_group import HeldRequests, QueueGroup
 from jaxpaged.request import Request, RequestOutput
 
 type Plant = Callable[[pytest.MonkeyPatch], None]
@@ -128,9 +129,9 @@ def arrival_is_forgotten_by_aborts(patch: pytest.MonkeyPatch) -> None:
 
 
 def abort_of_an_arrival_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    def add(self: EngineDriver, request: Request, box: Mailbox, arrival: Arrival) -> None:
+    def add(self: EngineDriver, request: Request, box: Mailbox, arrival: Arrival, group: QueueGroup | None = None) -> None:
         arrival.is_aborted = False
-        real_add(self, request, box, arrival)
+        real_add(self, request, box, arrival, group)
 
     patch.setattr(EngineDriver, "add", add)
 
@@ -142,20 +143,20 @@ def reader_that_leaves_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 def namesake_is_aborted(patch: pytest.MonkeyPatch) -> None:
     """Whoever was refused for its id takes the first owner's request with it."""
 
-    def add(self: EngineDriver, request: Request, box: Mailbox, arrival: Arrival) -> None:
+    def add(self: EngineDriver, request: Request, box: Mailbox, arrival: Arrival, group: QueueGroup | None = None) -> None:
         if request.request_id in self.mailboxes:
             self._commands.put(lambda: self._abort(request.request_id))
-        real_add(self, request, box, arrival)
+        real_add(self, request, box, arrival, group)
 
     patch.setattr(EngineDriver, "add", add)
 
 
 def namesake_gets_the_outputs(patch: pytest.MonkeyPatch) -> None:
-    def add(self: EngineDriver, request: Request, box: Mailbox, arrival: Arrival) -> None:
+    def add(self: EngineDriver, request: Request, box: Mailbox, arrival: Arrival, group: QueueGroup | None = None) -> None:
         if request.request_id in self.mailboxes:
             self.mailboxes[request.request_id] = box
             return
-        real_add(self, request, box, arrival)
+        real_add(self, request, box, arrival, group)
 
     patch.setattr(EngineDriver, "add", add)
 
@@ -171,6 +172,22 @@ def time_limits_do_not_wake_the_thread(patch: pytest.MonkeyPatch) -> None:
 def steps_wait_for_a_command(patch: pytest.MonkeyPatch) -> None:
     """The thread looks for work in the queue of commands alone."""
     patch.setattr(EngineDriver, "patience_s", property(lambda self: None))
+
+
+def held_requests_are_never_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineDriver, "_let_held_in", lambda self: None)
+
+
+def held_requests_are_not_told_of_the_death(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeldRequests, "take_all", lambda self: [])
+
+
+def held_requests_cannot_be_aborted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeldRequests, "take_id", lambda self, request_id: [])
+
+
+def room_for_held_requests_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineDriver, "_has_room_for", lambda self, request: True)
 
 
 def mail_of_others_is_replaced(patch: pytest.MonkeyPatch) -> None:
@@ -256,6 +273,10 @@ FRONT_BUGS = [
         (closed_loops_are_not_noticed, 16),
         (time_limits_do_not_wake_the_thread, 6),
         (steps_wait_for_a_command, 0),
+        (held_requests_are_never_queued, 3),
+        (held_requests_are_not_told_of_the_death, 29),
+        (held_requests_cannot_be_aborted, 7),
+        (room_for_held_requests_is_not_looked_for, 3),
     )
 ]
 

@@ -89,7 +89,7 @@ def test_a_loop_that_closes_without_a_word_leaves_nothing_running(
     async_llm: AsyncLLM, async_log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No task is ended and no iteration is closed: the engine sees that nobody can read any more."""
-    slow_down(async_llm, monkeypatch, 0.001)
+    slow_down(async_llm, monkeypatch, 0.005)
     loop = asyncio.new_event_loop()
     stream = async_llm.stream("hello", LONG)
     loop.run_until_complete(anext(stream))  # type: ignore[arg-type]
@@ -255,11 +255,15 @@ def test_ctrl_c_while_closing(mortal: AsyncLLM, async_log: EventLog, monkeypatch
     release = threading.Event()
     close = mortal._engine.close
 
+    is_begun = threading.Event()
+
     def slow_close() -> None:
+        is_begun.set()
         assert release.wait(TIMEOUT_S)
         close()
 
     def press() -> None:
+        assert is_begun.wait(TIMEOUT_S)
         for _ in range(num_presses):
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGINT)

@@ -14,9 +14,10 @@ from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import MIB
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, MemoryBudgetError, QueueFullError
-from jaxpaged.kv_cache import CacheShape, make_cache, write
+from jaxpaged.kv_cache import CacheShape, make_cache
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, SamplingParams
+from pallas_kernels.kv_write import kv_write
 from tests.engine.async_bench import params, run
 from tests.fakes import Bench, EventLog, FailingRunner
 from tests.tiny_engine import start_tiny, tiny_config
@@ -133,5 +134,5 @@ def test_no_memory_on_the_device_is_a_sentence(tiny_folder: Path, programs: Path
 def test_keys_too_large_for_the_pools_type_are_its_largest_number(name: str, limit: float) -> None:
     cache = make_cache(CacheShape(1, 1, 2, 4, jnp.dtype(name)), 2)
     new = jnp.asarray([[[1e6, -1e6]]], jnp.bfloat16)
-    written = write(cache, new, new, jnp.int32(0), jnp.asarray([1], jnp.int32), jnp.asarray([2], jnp.int32))
-    assert np.asarray(written.k[0, 1, 0, 2], np.float32).tolist() == [limit, -limit]
+    written = kv_write(new, new, new, *cache, jnp.asarray([1], jnp.int32), jnp.asarray([2], jnp.int32), layer=jnp.int32(0))
+    assert np.asarray(written.k_pages[0, 1, 0, 2], np.float32).tolist() == [limit, -limit]

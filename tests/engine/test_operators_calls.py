@@ -11,6 +11,7 @@ import pytest
 
 from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.clocks import Clocks
 from jaxpaged.errors import EngineDeadError, EnginePausedError, InvalidRequestError
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, RequestOutput, SamplingParams
@@ -45,7 +46,7 @@ def test_requests_wait_while_paused_and_the_thread_rests(async_llm: AsyncLLM, as
             steps, cpu_s = num_steps(async_log), thread_cpu_s(async_llm)
             await asyncio.sleep(0.3)
             assert num_steps(async_log) == steps
-            assert thread_cpu_s(async_llm) - cpu_s < 0.01
+            assert thread_cpu_s(async_llm) - cpu_s < 0.05
             assert not any(task.done() for task in tasks)
             await go()
             await go()
@@ -63,10 +64,13 @@ def test_requests_wait_while_paused_and_the_thread_rests(async_llm: AsyncLLM, as
 def test_modes(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     async def work() -> None:
         expected = await async_llm.generate("hello", params(60))
-        slow_down(async_llm, monkeypatch, 0.001)
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         stream = async_llm.stream("hello", params(60))
         outputs = [await anext(stream)]
+        if mode == "wait":
+            pace.let_go()
         await async_llm.pause(mode)
+        pace.let_go()
         assert async_llm._engine.num_unfinished == (mode == "keep")
         if mode == "keep":
             more = asyncio.ensure_future(anext(stream))
@@ -110,7 +114,7 @@ def test_aborts_and_leaving_while_paused(async_llm: AsyncLLM, async_log: EventLo
     run(work)
 
 
-def test_a_reset_of_the_prefix_cache(async_llm: AsyncLLM) -> None:
+def test_a_reset_of_the_prefix_cache(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         prompt = list(range(5, 45))
         cached = [(await async_llm.generate(prompt, params())).num_cached_tokens for _ in range(2)]
@@ -118,9 +122,11 @@ def test_a_reset_of_the_prefix_cache(async_llm: AsyncLLM) -> None:
         assert await async_llm.reset_prefix_cache()
         assert (await async_llm.generate(prompt, params())).num_cached_tokens == 0
         expected = (await async_llm.generate(prompt, params(60))).outputs[0].token_ids
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         task = asyncio.ensure_future(async_llm.generate(prompt, params(60))._last())
         await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
         assert await async_llm.reset_prefix_cache(reset_running_requests=True)
+        pace.let_go()
         assert (await task).outputs[0].token_ids == expected
 
     run(work)
@@ -128,38 +134,56 @@ def test_a_reset_of_the_prefix_cache(async_llm: AsyncLLM) -> None:
 
 @pytest.fixture
 def impatient(tiny_folder: Path, programs: Path, async_log: EventLog) -> Iterator[AsyncLLM]:
-    """An engine that gives a request 0.3 s."""
+    """An engine that gives a request half a minute; see `leap`."""
     async_log.clear()
     config = tiny_config(
-        tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16, request_timeout_s=0.3, queue_timeout_s=0.2
+        tiny_folder, programs=programs, token_buckets=(16,), max_num_batched_tokens=16, request_timeout_s=30.0, queue_timeout_s=20.0
     )
     with AsyncLLM(config=config, sinks=[async_log]) as llm:
         yield llm
 
 
-def test_time_limits_end_requests_of_a_sleeping_engine(impatient: AsyncLLM, async_log: EventLog) -> None:
+def test_time_limits_end_requests_of_a_sleeping_engine(impatient: AsyncLLM, async_log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's clock leaps to 0.2 s before the limit; that time then passes, and the sleeper has to wake up by itself."""
+    ahead_s = 0.0
+    clocks = Clocks(monotonic=lambda: time.monotonic() + ahead_s)
+    for owner in (impatient._engine, impatient._engine._requests):
+        monkeypatch.setattr(owner, "clocks" if owner is impatient._engine else "_clocks", clocks)
+    monkeypatch.setattr(impatient._engine.scheduler, "_clock", clocks.monotonic)
+
+    async def leap(seconds: float) -> None:
+        nonlocal ahead_s
+        ahead_s += seconds
+        await impatient.is_paused()  # whoever waits looks at the clock again
+
     async def work() -> None:
         stream = impatient.stream("hello", LONG)
         await anext(stream)
         await impatient.pause("keep")
-        late = asyncio.ensure_future(impatient.generate("hello", LONG)._last())
+        await leap(29.8)
         last = [output async for output in stream][-1]
         assert (last.outputs[0].finish_reason, last.error) == (
             FinishReason.ABORT,
-            "The request took longer than 0.3 s (request_timeout_s)",
+            "The request took longer than 30 s (request_timeout_s)",
         )
+        late = asyncio.ensure_future(impatient.generate("hello", LONG)._last())
+        await wait_until(lambda: impatient._engine.num_unfinished == 1)
+        await leap(19.8)
         assert "was not started (queue_timeout_s)" in ((await late).error or "")
         await impatient.sleep(1)
-        asleep = await impatient.generate("hello", LONG)
-        assert "was not started (queue_timeout_s)" in (asleep.error or "")
+        asleep = asyncio.ensure_future(impatient.generate("hello", LONG)._last())
+        await wait_until(lambda: impatient._engine.num_unfinished == 1)
+        await leap(19.8)
+        assert "was not started (queue_timeout_s)" in ((await asleep).error or "")
         await impatient.wake_up()
         assert await impatient.is_paused()
         await impatient.resume()
         assert (await impatient.generate("hello", params(3))).error is None
         # Limits that were never reached wake nobody up when they are over.
+        await leap(29.8)
         cpu_s = thread_cpu_s(impatient)
         await asyncio.sleep(0.4)
-        assert thread_cpu_s(impatient) - cpu_s < 0.01
+        assert thread_cpu_s(impatient) - cpu_s < 0.05
 
     run(work)
     assert [event.reason for event in async_log.of(events.RequestFinished)] == ["abort"] * 3 + ["length"]
@@ -185,7 +209,7 @@ def test_closing_while_asleep(mortal: AsyncLLM) -> None:
 
 def test_death_while_a_pause_waits(mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> None:
-        time.sleep(0.002)
+        time.sleep(0.01)
         if len(paused) == 1:
             raise RuntimeError("the device is gone")
 

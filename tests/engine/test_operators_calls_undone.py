@@ -18,7 +18,7 @@ def test_resume_ends_the_waiting_of_a_pause(async_llm: AsyncLLM, monkeypatch: py
     """Somebody resumes while another waits for running requests: the pause returns, the sleep says that it came to nothing."""
 
     async def work() -> None:
-        slow_down(async_llm, monkeypatch, 0.002)
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         task = asyncio.ensure_future(async_llm.generate("hello", params(200))._last())
         await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
         pausing = asyncio.ensure_future(async_llm.pause("wait"))
@@ -31,6 +31,7 @@ def test_resume_ends_the_waiting_of_a_pause(async_llm: AsyncLLM, monkeypatch: py
         with pytest.raises(EnginePausedError, match="resumed before"):
             await sleeping
         assert not task.done()
+        pace.let_go()
         assert len((await task).outputs[0].token_ids) == 200
 
     run(work)
@@ -39,7 +40,7 @@ def test_resume_ends_the_waiting_of_a_pause(async_llm: AsyncLLM, monkeypatch: py
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_cancelled_wait_has_never_been(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
     async def work() -> None:
-        slow_down(async_llm, monkeypatch, 0.002)
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         task = asyncio.ensure_future(async_llm.generate("hello", params(100))._last())
         await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
         for turns in (0, 1, 20):
@@ -55,6 +56,7 @@ def test_a_cancelled_wait_has_never_been(async_llm: AsyncLLM, monkeypatch: pytes
         late = await async_llm.generate("late", params(3))
         assert not task.done(), "the pause was over before the running request was"
         assert len(late.outputs[0].token_ids) == 3
+        pace.let_go()
         assert len((await task).outputs[0].token_ids) == 100
 
     run(work)
@@ -62,13 +64,14 @@ def test_a_cancelled_wait_has_never_been(async_llm: AsyncLLM, monkeypatch: pytes
 
 def test_a_cancelled_wait_leaves_the_pause_of_another(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        slow_down(async_llm, monkeypatch, 0.002)
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         task = asyncio.ensure_future(async_llm.generate("hello", params(60))._last())
         await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
         first, second = (asyncio.ensure_future(async_llm.pause("wait")) for _ in range(2))
         await wait_until(lambda: async_llm._engine.scheduler.is_draining)
         await asyncio.sleep(0.01)
         first.cancel()
+        pace.let_go()
         await second
         assert len((await task).outputs[0].token_ids) == 60
         assert await async_llm.is_paused()
@@ -77,11 +80,12 @@ def test_a_cancelled_wait_leaves_the_pause_of_another(async_llm: AsyncLLM, monke
     run(work)
 
 
-def test_no_argument_of_an_operator_stops_the_engine(async_llm: AsyncLLM) -> None:
+def test_no_argument_of_an_operator_stops_the_engine(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is refused before it comes to the engine's thread, where an error of ours ends everything."""
     calls: Any = async_llm
 
     async def work() -> None:
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         task = asyncio.ensure_future(async_llm.generate("hello", params(100))._last())
         await wait_until(lambda: async_llm._engine.scheduler.num_running == 1)
         unusual = (5, 1.5, [["weights"]], [[]], object(), {1: 2}, np.arange(3), b"abort")
@@ -97,6 +101,7 @@ def test_no_argument_of_an_operator_stops_the_engine(async_llm: AsyncLLM) -> Non
                 calls.abort(value)
         async_llm.check_health()
         assert not await async_llm.is_paused()
+        pace.let_go()
         assert len((await task).outputs[0].token_ids) == 100
 
     run(work)

@@ -13,6 +13,7 @@ from jaxpaged import source_digest, traced_programs
 from jaxpaged.models import llama
 from jaxpaged.start import Started
 from jaxpaged.traced_programs import TracedPrograms
+from pallas_kernels.dispatch import Choice, Implementation, Op, choose
 from tests.fakes import EventLog
 from tests.tiny_engine import start_tiny
 
@@ -80,6 +81,22 @@ def test_whatever_goes_into_the_tracing_tells_programs_apart(tmp_path: Path, mon
     monkeypatch.setattr(traced_programs, "source_digest", lambda: "another line of code")
     assert is_traced()
     assert not is_traced()
+
+
+def test_the_kernels_of_a_program_are_kept_with_it_and_those_asked_for_tell_programs_apart(tmp_path: Path) -> None:
+    run = Implementation("fast", lambda x: x, lambda x: [])
+    op = Op("double", {"fast": run, "slow": run._replace(name="slow")}, {"default": ("fast",)})
+
+    def step(x: Any, y: Any) -> Any:
+        return choose(op, None, (x,), {}).run(x) * 2, y
+
+    for kernels, name in (({}, "fast"), ({"double": "slow"}, "slow")):
+        other = {"fast": "slow: it runs when asked for by name", "slow": "fast: slow was asked for"}[name]
+        for _ in range(2):
+            programs = TracedPrograms(tmp_path)
+            programs.lower(step, (LIKE, LIKE), donate=0, fixed="f", kernels=kernels)
+            assert programs.choices == {Choice("double", name, (other,))}
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_source_digest_changes_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels.native import build
 
+pytestmark = pytest.mark.jax
+
 ROOT = Path(__file__).parent.parent.parent
 DRIVER = Path(__file__).parent / "native" / "driver.cc"
 

@@ -41,7 +41,7 @@ def test_tool_that_waits_for_an_index_that_never_answers_is_stopped(monkeypatch:
         started = time.monotonic()
         with pytest.raises(DownloadError, match="no network") as caught:
             ToolRun(Meter.silent()).wait([sys.executable, "-c", tool], os.environ)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "the tool itself sleeps for 60"
     assert "secret" not in str(caught.value)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpaged.batch import BatchLayout, unpack
 from jaxpaged.config import ModelConfig
@@ -19,8 +20,10 @@ from jaxpaged.kv_cache import KVCache
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import resolve
-from jaxpaged.model_loader import describe_model, load_model
+from jaxpaged.model_loader import DescribedModel, describe_model, load_model, make_replica
 from jaxpaged.model_structure import make_structure
+from jaxpaged.parallel.cuts import replica_shape
+from jaxpaged.parallel.mesh_config import MeshShape
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
@@ -35,9 +38,25 @@ def load(
     path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto", quantization: str | None = None
 ) -> LoadedModel:
     """The model in a folder or file, as the engine loads it on a CPU."""
+    return load_described(path, describe(path, dtype, max_model_len=max_model_len, quantization=quantization))
+
+
+def describe(
+    path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto", quantization: str | None = None
+) -> DescribedModel:
+    """What the model is; its structure is traced once, however often it is loaded."""
     config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len, quantization=quantization)
     with open_checkpoint(resolve(config)) as checkpoint:
-        return load_model(checkpoint, describe_model(config, checkpoint, is_gpu=False))
+        return describe_model(config, checkpoint, is_gpu=False)
+
+
+def load_described(path: Path, described: DescribedModel, mesh: MeshShape | None = None) -> LoadedModel:
+    """Its weights, on the first device or over the first ones of a mesh."""
+    replica = None
+    if mesh is not None:
+        replica = make_replica(described, replica_shape(mesh, described.facts.kv_heads), jax.devices()[: mesh.num_devices])
+    with open_checkpoint(resolve(ModelConfig(model=str(path)))) as checkpoint:
+        return load_model(checkpoint, described, replica=replica)
 
 
 def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:
@@ -49,12 +68,31 @@ def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:
 def step_program(graphdef: Any, treedef: Any, layout: BatchLayout) -> Any:
     """Jitted (params, cache, blob) -> (float32 logits of every token [tokens, vocab], cache); models of one config share it."""
 
+    return jax.jit(_step_of(graphdef, treedef, layout), donate_argnums=1)
+
+
+def sharded_program(loaded: LoadedModel, layout: BatchLayout) -> Any:
+    """As `step_program`, of a model on several devices."""
+    assert loaded.replica is not None
+    pool = loaded.replica.pool.spec
+    weights = tuple(leaf.sharding.spec for leaf in loaded.params)
+    step = jax.shard_map(
+        _step_of(loaded.graphdef, loaded.treedef, layout),
+        mesh=loaded.replica.mesh,
+        in_specs=(weights, KVCache(pool, pool), P()),
+        out_specs=(P(), KVCache(pool, pool)),
+        check_vma=False,
+    )
+    return jax.jit(step, donate_argnums=1)
+
+
+def _step_of(graphdef: Any, treedef: Any, layout: BatchLayout) -> Any:
     def step(params: tuple[jax.Array, ...], cache: KVCache, blob: jax.Array) -> tuple[jax.Array, KVCache]:
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
         hidden, cache = model(cache, unpack(blob, layout))
         return model.logits(hidden), cache
 
-    return jax.jit(step, donate_argnums=1)
+    return step
 
 
 class PagedModel:
@@ -79,7 +117,11 @@ class PagedModel:
         self.loaded, self.max_pages, self.groups = loaded, -(-context // PAGE_SIZE), layout.groups
         self.num_pages = (num_pages or self.max_pages + 1) * len(self.groups)
         dims = (layout.layers_per_group, self.num_pages, config.kv_heads, PAGE_SIZE, config.head_dim)
-        self.cache = KVCache(jnp.full(dims, jnp.nan, config.dtype), jnp.full(dims, jnp.nan, config.dtype))
+        if loaded.replica is None:
+            self.cache = KVCache(jnp.full(dims, jnp.nan, config.dtype), jnp.full(dims, jnp.nan, config.dtype))
+        else:
+            self.cache = KVCache(*(jax.device_put(np.full(dims, np.nan, config.dtype), loaded.replica.pool) for _ in range(2)))
+        self._sharded: dict[BatchLayout, Any] = {}
         self.gives_back = gives_back
         self.pages = list(range(1, self.num_pages))
         if seed is not None:
@@ -110,7 +152,12 @@ class PagedModel:
             for index, (sequence, count) in enumerate(rows)
         ]
         blob = pack_alone(scheduled, layout, self.loaded.config.vocab)
-        run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
+        if self.loaded.replica is None:
+            run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
+        elif layout in self._sharded:
+            run = self._sharded[layout]
+        else:
+            run = self._sharded[layout] = sharded_program(self.loaded, layout)
         logits, self.cache = run(self.loaded.params, self.cache, blob)
         ends = np.cumsum([count for _, count in rows])
         for sequence, count in rows:

@@ -12,6 +12,7 @@ from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.layers.rope import Rope, make_ropes
 from jaxpaged.layers.rope_frequencies import RopePlan, RopeTable, make_rope_table, unturned, usable_positions
 from jaxpaged.loading.model_config import settle
+from pallas_kernels.kv_write.rotation import rotate
 from tests.models.paged_model import load
 from tests.models.rope_cases import ROPE_CASES, golden_rope
 from tests.tiny_model import write_tiny_llama
@@ -117,9 +118,9 @@ def test_how_long_texts_may_be(name: str, positions: int) -> None:
 def test_a_part_of_each_head_is_turned_and_the_rest_stays() -> None:
     rope = Rope(*(jnp.asarray(np.random.default_rng(seed).standard_normal((3, 2)), jnp.float32) for seed in (0, 1)))
     x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 5, 10)), jnp.float32)
-    turned = np.asarray(rope.rotate(x))
+    turned = np.asarray(rotate(x, rope.cos, rope.sin))
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-    np.testing.assert_array_equal(turned[..., :4], rope.rotate(x[..., :4]))
+    np.testing.assert_array_equal(turned[..., :4], rotate(x[..., :4], rope.cos, rope.sin))
     first = np.asarray(x[..., 0] * rope.cos[:, None, 0] - x[..., 2] * rope.sin[:, None, 0])
     np.testing.assert_allclose(turned[..., 0], first, rtol=1e-6)
 
@@ -129,7 +130,7 @@ def test_layers_take_the_tables_of_the_plan_and_unturned_ones_change_no_bit() ->
     ropes = make_ropes(jnp.asarray([0, 7, 1000], jnp.int32), plan)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 4)), jnp.float32)
     layers = [ropes.of(jnp.asarray(layer, jnp.int32)) for layer in range(4)]
-    np.testing.assert_array_equal(layers[2].rotate(x), x)
+    np.testing.assert_array_equal(rotate(x, layers[2].cos, layers[2].sin), x)
     np.testing.assert_array_equal(layers[0].cos, layers[3].cos)
     np.testing.assert_allclose(layers[1].cos, 3 * np.cos(np.outer([0, 7, 1000], [0.25, 0.125])), rtol=1e-5, atol=1e-5)
 

@@ -12,7 +12,7 @@ from jaxpaged.config import SchedulerConfig, TracingConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.histograms import EventHistograms
 from jaxpaged.metrics import EngineMetrics
-from jaxpaged.tracing import open_traces
+from jaxpaged.tracing import MAX_PARENTS, open_traces
 from tests.observability.driven import World
 from tests.observability.samples import finished, step
 from tests.observability.states import STATES, Trace
@@ -113,6 +113,43 @@ def test_spans_of_a_request_sum_to_its_latency() -> None:
         assert parent.attributes["gen_ai.usage.output_tokens"] == end.num_output_tokens
         assert parent.attributes["gen_ai.response.finish_reasons"] == (end.reason,)
         assert parent.attributes["gen_ai.request.model"] == "org/name"
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def traced(answer_id: str, flags: str = "01") -> events.RequestTraced:
+    return events.RequestTraced(time_s=0.0, answer_id=answer_id, parent=f"00-{TRACE}-{SPAN}-{flags}")
+
+
+def answered(answer_id: str) -> events.HttpAnswered:
+    fields: dict[str, Any] = {"num_prompt_tokens": 1, "num_output_tokens": 1, "first_token_s": None, "seconds": 1.0, "code": ""}
+    return events.HttpAnswered(time_s=0.0, request_id="r", method="POST", path="/x", status=200, end="stop", answer_id=answer_id, **fields)
+
+
+def test_a_clients_trace_goes_on_in_ours() -> None:
+    trace = [traced("chatcmpl-a"), traced("chatcmpl-b"), finished("chatcmpl-a-0"), finished("chatcmpl-a-1"), finished("chatcmpl-c-0")]
+    spans = spans_of([*trace, answered("chatcmpl-a"), finished("chatcmpl-a-2")])
+    roots = {span.attributes["gen_ai.response.id"]: span for span in spans if span.attributes}
+    for name in ("chatcmpl-a-0", "chatcmpl-a-1"):
+        parent = roots[name].parent
+        assert (f"{parent.trace_id:032x}", f"{parent.span_id:016x}", parent.is_remote) == (TRACE, SPAN, True)
+        assert f"{roots[name].context.trace_id:032x}" == TRACE
+        children = [span for span in spans if span.parent is not None and span.parent.span_id == roots[name].context.span_id]
+        assert {span.name for span in children} == {"queue", "prefill", "decode"}
+    for name in ("chatcmpl-c-0", "chatcmpl-a-2"):
+        assert roots[name].parent is None, "another answer, or one that is over"
+        assert f"{roots[name].context.trace_id:032x}" != TRACE
+
+
+def test_a_client_that_does_not_sample_its_trace_has_none_of_ours() -> None:
+    assert spans_of([traced("chatcmpl-a", "00"), finished("chatcmpl-a-0")]) == []
+
+
+def test_parents_of_answers_that_never_end_are_forgotten() -> None:
+    spans = spans_of([*(traced(f"x{number}") for number in range(MAX_PARENTS + 1)), finished("x0-0"), finished("x1-0")])
+    roots = {span.attributes["gen_ai.response.id"]: span for span in spans if span.attributes}
+    assert (roots["x0-0"].parent, roots["x1-0"].parent is None) == (None, False)
 
 
 def test_an_error_is_a_status_and_hostile_ids_are_escaped() -> None:

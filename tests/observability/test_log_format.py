@@ -75,7 +75,7 @@ def answered(**changes: Any) -> events.HttpAnswered:
         (
             answered(status=0, end="aborted", path=""),
             Level.INFO,
-            "request req-1 POST (no such path) left (aborted): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s",
+            "request req-1 POST (not looked up) left (aborted): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s",
         ),
         (
             answered(answer_id="cmpl-5", num_merged=3),
@@ -83,10 +83,29 @@ def answered(**changes: Any) -> events.HttpAnswered:
             "request req-1 POST /v1/completions 200 (length): 1.500 s, 12 prompt tokens + 1 token, first token after 0.250 s, "
             "3 tokens merged, answer cmpl-5",
         ),
-        (answered(path="/livez", end="", first_token_s=None), Level.DEBUG, "request req-1 POST /livez 200: 1.500 s"),
-        (answered(path="/readyz", end="", first_token_s=None, status=503), Level.DEBUG, "request req-1 POST /readyz 503: 1.500 s"),
-        (answered(path="/none", end="", first_token_s=None, status=404), Level.INFO, "request req-1 POST /none 404: 1.500 s"),
-        (answered(end="", first_token_s=None, body="a\n\x1b[31mb"), Level.DEBUG, None),
+        (answered(path="/livez", end="", first_token_s=None, is_routine=True), Level.DEBUG, "request req-1 POST /livez 200: 1.500 s"),
+        (
+            answered(path="/readyz", end="", first_token_s=None, status=503, is_routine=True),
+            Level.DEBUG,
+            "request req-1 POST /readyz 503: 1.500 s",
+        ),
+        (answered(path="/v1/models", end="", first_token_s=None), Level.INFO, "request req-1 POST /v1/models 200: 1.500 s"),
+        (
+            answered(path="", end="", first_token_s=None, status=404, code="not_found"),
+            Level.INFO,
+            "request req-1 POST (no such path) 404 (not_found): 1.500 s",
+        ),
+        (
+            answered(path="", end="", first_token_s=None, status=413, code="body_too_large"),
+            Level.INFO,
+            "request req-1 POST (not looked up) 413 (body_too_large): 1.500 s",
+        ),
+        (
+            answered(path="", end="", first_token_s=None, status=400, code="bad_request", method=""),
+            Level.INFO,
+            "request req-1 (no request) 400 (bad_request): 1.500 s",
+        ),
+        (answered(end="", first_token_s=None, body="a\n\x1b[31mb"), Level.INFO, None),
     ],
 )
 def test_the_line_of_an_answer_over_http(event: events.HttpAnswered, level: Level, text: str | None) -> None:
@@ -199,6 +218,11 @@ def test_ready_says_what_runs() -> None:
         "per step at most 32 sequences and 512 tokens; context 8192 tokens",
     )
     assert "org/na\\nme in float32 with weights in int8, weights 513 MiB, " in only(msgspec.structs.replace(event, quantization="int8"))[1]
+    kernels = {"kernels": ("paged_attention xla", "kv_write xla"), "kernels_refused": ("paged_attention mosaic_gpu: it needs\na GPU",)}
+    on_cpu = msgspec.structs.replace(event, platform="cpu", **kernels)
+    assert only(on_cpu)[1].endswith("context 8192 tokens; kernels: paged_attention xla, kv_write xla")
+    on_gpu = msgspec.structs.replace(event, platform="gpu", **kernels)
+    assert only(on_gpu)[1].endswith("kv_write xla; not taken: paged_attention mosaic_gpu: it needs\\na GPU")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ BOTH: dict[str, list[tuple[Any, int]]] = {
     ],
     "structured_outputs": [({"regex": "("}, BAD), ({}, OK), (None, OK)],
     "guided_json": [({"type": "wat"}, BAD), ("x", BAD), (None, OK)],
-    "use_beam_search": [(False, OK), (True, BAD)],
+    "use_beam_search": [(False, OK), (True, OK), (1, BAD), ("true", BAD), (None, OK)],
+    "length_penalty": [(1, OK), (1.0, OK), (0.5, BAD), ("1", BAD), (None, OK)],
     "prompt_logprobs": [(0, OK), (20, OK), (21, BAD), (-1, BAD), *NO_INTEGER],
 }
 

@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -27,21 +28,13 @@ from server.ledger import End
 from server.listeners import tls_context
 from server.service import Service
 from tests.fakes import EventLog, FailingRunner, ScriptRunner
-from tests.openai.validate import errors
 from tests.script import free_talk
 from tests.scripted_client import scripted_async_llm
+from tests.server.conformity import GENERATION, check_answer, data_of, strict_json
 from tests.server.door_server import TIMEOUT_S, DoorServer, wait_until
 
-GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score")
-
-SCHEMAS = {
-    "/v1/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
-    "/v1/completions": ("CreateCompletionResponse", "CreateCompletionStreamResponse"),
-    "/v1/embeddings": ("CreateEmbeddingResponse", ""),
-    "/v1/models": ("ListModelsResponse", ""),
-    "/v1/responses": ("Response", "ResponseStreamEvent"),
-}
-"""Path -> OpenAI's names of what it answers, and of its events."""
+BEAM_STEP = re.compile(r"(.*)#\d+\.\d+")
+"""The id of a request that is one beam's at one step."""
 
 
 def printable_ids(tokenizer: Tokenizer) -> list[int]:
@@ -80,7 +73,7 @@ class Reply(NamedTuple):
     @property
     def data(self) -> list[bytes]:
         """What follows `data: ` in each event."""
-        return [line.removeprefix(b"data: ") for line in self.content.split(b"\n") if line.startswith(b"data: ")]
+        return data_of(self.content)
 
     @property
     def error(self) -> dict[str, Any]:
@@ -103,15 +96,6 @@ class Reply(NamedTuple):
                 piece = choice["text"] if "text" in choice else (choice.get("delta") or choice.get("message"))["content"]
                 found[choice["index"]] = found.get(choice["index"], "") + piece
         return [found[index] for index in sorted(found)]
-
-
-def strict_json(content: bytes) -> Any:
-    """JSON without NaN and Infinity."""
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} in a body")
-
-    return json.loads(content, parse_constant=refuse)
 
 
 class LiveServer:
@@ -159,7 +143,7 @@ class LiveServer:
 
     def take(self, method: str, path: str, reply: Reply, n: int = 1) -> None:
         """Validates and counts what was answered to a request that another client sent."""
-        self._validate(method, path, reply)
+        check_answer(method, path, reply.status, reply.headers, reply.content)
         self._count(method, path, reply, n)
 
     def post(self, path: str, body: Any, **headers: str) -> Reply:
@@ -220,7 +204,7 @@ class LiveServer:
         finished = self.log.of(events.RequestFinished)
         assert sorted(event.request_id for event in finished) == sorted(event.request_id for event in self.log.of(events.RequestQueued))
         assert len(self.log.of(events.RequestReceived)) == len(self.log.of(events.RequestRejected)) + len(finished)
-        num_done = logged[events.RequestFinished, "stop"] + logged[events.RequestFinished, "length"]
+        num_done = logged[events.RequestFinished, "stop"] + logged[events.RequestFinished, "length"] - self._num_further_steps()
         # Who leaves may have had an answer that was complete, but for being sent.
         assert self.num_prompts <= num_done <= self.num_prompts + self.num_unsure
         self._check_figures(ends, logged)
@@ -251,6 +235,12 @@ class LiveServer:
         labels = {events.HttpAnswered: "end", events.RequestFinished: "reason"}
         found = ((type(event), getattr(event, labels[type(event)]) if type(event) in labels else "") for event in self.log)
         return self._forgotten + Counter(found)
+
+    def _num_further_steps(self) -> int:
+        """Requests of the engine that are steps of beam searches and came to their ends, but for one of each search."""
+        done = [event.request_id for event in self.log.of(events.RequestFinished) if event.reason in ("stop", "length")]
+        steps = [match for request_id in done if (match := BEAM_STEP.fullmatch(request_id))]
+        return len(steps) - len({match[1] for match in steps})
 
     def _num_told_tokens(self) -> int:
         """Tokens of all answers that have ended."""
@@ -284,31 +274,6 @@ class LiveServer:
         assert figures["jaxpaged_generation_tokens_total"] == told, "steps bring other tokens than requests end with"
         assert len(figures) < 1500, "series without a bound"
         self._figures = figures
-
-    def _validate(self, method: str, path: str, reply: Reply) -> None:
-        assert reply.headers["x-request-id"]
-        if method == "HEAD":
-            assert reply.content == b""
-            return
-        if reply.status >= 400:
-            assert errors("ErrorResponse", strict_json(reply.content)) == [], reply.content
-            text = reply.content.decode()
-            assert "Traceback" not in text
-            assert ".py" not in text
-            assert ("retry-after" in reply.headers) == (reply.status in (429, 503))
-            if "retry-after" in reply.headers:
-                assert 1 <= int(reply.headers["retry-after"]) <= 30
-            assert (reply.headers.get("x-should-retry") == "false") == (reply.status >= 500 and reply.status != 503)
-            return
-        whole, chunk = SCHEMAS.get(path.split("?")[0], ("", ""))
-        if reply.is_stream:
-            assert b"\r" not in reply.content
-            assert reply.content.endswith(b"\n\n")
-            for body in reply.json:
-                schema = "ErrorResponse" if "error" in body and "type" not in body else chunk
-                assert errors(schema, body) == [], body
-        elif whole:
-            assert errors(whole, strict_json(reply.content)) == [], reply.content
 
     def _count(self, method: str, path: str, reply: Reply, n: int) -> None:
         if method != "POST" or path.split("?")[0] not in GENERATION:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 CLIENTS = Path(__file__).parents[1] / "clients"
+BROWSER = Path(__file__).parents[1] / "browser"
+"""What runs in a browser, as `clients` has it."""
 INSTALL_TIMEOUT_S = 300
 QUIET = {"NO_PROXY": "*", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
 """Clients talk to the server here, and to nobody else."""
@@ -38,9 +40,9 @@ def run_python(cache: Path, name: str, script: str, *arguments: str, **environme
     return _run([python_of(cache, name), CLIENTS / f"{script}.py", *arguments], environment)
 
 
-def run_node(cache: Path, name: str, *arguments: str) -> str:
+def run_node(cache: Path, name: str, *arguments: str, clients: Path = CLIENTS) -> str:
     """What `NAME/client.js` says on Node 20, with the packages of its lock beside it. Fails with its errors when it fails."""
-    source = CLIENTS / name
+    source = clients / name
     node = node_of(cache)
     folder = cache / f"{name}-{_digest(source / 'package-lock.json')}"
     if not (folder / "complete").exists():

@@ -30,7 +30,7 @@ def start_scripted(config: Config, sinks: Sequence[events.Sink], *, make_runner:
     """Stands in for `start_engine`: the same events, and an engine over the device."""
     emit, tokenizer = FanOut(sinks), byte_level()
     emit(events.HealthChanged(time_s=time.time(), state="starting"))
-    for phase, done, total in (("resolve", 0, 0), ("load", 0, 0), ("compile", 0, 2), ("compile", 2, 2)):
+    for phase, done, total in (("find", 0, 0), ("load", 0, 0), ("compile", 0, 2), ("compile", 2, 2), ("warm_up", 1, 1)):
         emit(events.PhaseChanged(time_s=time.time(), phase=phase, message=f"{phase} {done} of {total}", done=done, total=total))
     runner = make_runner(config)
     engine = Engine(runner, tokenizer, policy=config.scheduler, sink=emit, clocks=REAL_CLOCKS)

@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
-from tests.server.door_server import Answer, Connection, request_bytes
+from tests.server.door_server import Answer, ClientCounts, Connection, request_bytes
 
 PROGRAM = Path(__file__).with_name("scripted_program.py")
 COMMAND = (sys.executable, str(PROGRAM))
 START_TIMEOUT_S = 60.0
+MEMBERS_TIMEOUT_S = 10.0
 
 
 def completion(max_tokens: int = 4, **fields: Any) -> bytes:
@@ -60,6 +61,8 @@ class ServedProcess:
                 start_new_session=True,
             )
         self.port = 0
+        self.count = ClientCounts()
+        self._is_signalled = False
         self._clients: list[Connection] = []
 
     @property
@@ -86,7 +89,7 @@ class ServedProcess:
 
     def connect(self) -> Connection:
         """A new connection."""
-        self._clients.append(Connection(self.port))
+        self._clients.append(Connection(self.port, count=self.count))
         return self._clients[-1]
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
@@ -107,6 +110,7 @@ class ServedProcess:
 
     def signal(self, number: int) -> float:
         """Sends a signal, and returns the time."""
+        self._is_signalled = True
         self.process.send_signal(number)
         return time.monotonic()
 
@@ -115,10 +119,54 @@ class ServedProcess:
         return self.process.wait(timeout_s)
 
     def members(self) -> list[str]:
-        """What is alive of its session, zombies apart."""
+        """What is alive of its session after 10 s, zombies apart; the process beside the server sees the server's end, and then ends."""
+        deadline_s = time.monotonic() + MEMBERS_TIMEOUT_S
+        while (rows := self._rows()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return rows
+
+    def pids(self) -> list[int]:
+        """Of its session: the server, and then what it has started."""
+        pids = [int(row.split()[0]) for row in self._rows()]
+        return sorted(pids, key=lambda pid: pid != self.process.pid)
+
+    def _rows(self) -> list[str]:
         listed = subprocess.run(["ps", "-e", "-o", "pid=,sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
         rows = (line.split(None, 3) for line in listed.splitlines())
         return [" ".join(row) for row in rows if row[1] == str(self.process.pid) and not row[2].startswith("Z")]
+
+    def sockets(self) -> tuple[set[int], set[str]]:
+        """What it and its children may be reached by: ports of TCP that they listen on and of UDP, and names of unix sockets."""
+        inodes = {os.readlink(file) for pid in self.pids() for file in Path(f"/proc/{pid}/fd").iterdir()}
+        ports: set[int] = set()
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            for row in Path(f"/proc/{self.process.pid}/net/{table}").read_text().splitlines()[1:]:
+                words = row.split()
+                if f"socket:[{words[9]}]" in inodes and (table.startswith("udp") or words[3] == "0A"):
+                    ports.add(int(words[1].rpartition(":")[2], 16))
+        names = set()
+        for row in Path(f"/proc/{self.process.pid}/net/unix").read_text().splitlines()[1:]:
+            words = row.split()
+            if f"socket:[{words[6]}]" in inodes and len(words) > 7:
+                names.add(words[7])
+        return ports, names
+
+    def check_books(self) -> None:
+        """What clients saw is what /metrics tells, and nothing is left; unless it is gone, was told to go, or is shut to us."""
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+        if self.process.poll() is not None or self._is_signalled or not self.port or self.ask("GET", "/health").status != 200:
+            return
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while any(self._figures("jaxpaged_num_requests_").values()):
+            assert time.monotonic() < deadline_s, "requests are left"
+            time.sleep(0.6)  # figures are made at most twice a second
+        self.count.check({name.partition('"')[2].rstrip('"}'): value for name, value in self._figures("jaxpaged_http_ends_total").items()})
+
+    def _figures(self, prefix: str) -> dict[str, float]:
+        lines = self.ask("GET", "/metrics").body.decode().splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line.startswith(prefix))}
 
     def end(self) -> None:
         """Whatever happened before, it is gone."""
@@ -149,5 +197,6 @@ def served_process(folder: Path, *arguments: str, command: Sequence[str] = COMMA
     served = ServedProcess(folder, *arguments, command=command, **environment)
     try:
         yield served
+        served.check_books()
     finally:
         served.end()

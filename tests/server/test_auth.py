@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxpaged.cli import build_parser
+from jaxpaged.cli_parser import load_options
+from jaxpaged.commands import by_name
 from jaxpaged.config import Config, LogConfig, MetricsConfig, ServerConfig
 from jaxpaged.errors import ConfigError
 from server.app import create_app
 from server.auth import HEALTH_PATHS, ApiKeys, read_keys
+from server.dashboard.files import FILE_PATHS
 from tests.fakes import EventLog
 from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 
@@ -95,13 +99,34 @@ def test_every_route_of_the_whole_app_asks_for_a_key() -> None:
         connection = whole.connect()
         for path in sorted(routes):
             statuses = {connection.request(method, path, key).status for method in ("GET", "POST") for key in (None, b"{}")}
-            assert statuses <= ({401, 503, 200} if path in HEALTH_PATHS else {401}), path
+            assert statuses <= ({401, 503, 200} if path in HEALTH_PATHS | FILE_PATHS else {401}), path
 
 
 def test_a_body_is_not_read_before_the_key(server: DoorServer) -> None:
     connection = server.connect()
     connection.send(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n")
     assert connection.read().status == 401
+
+
+def test_keys_of_the_environment_and_of_a_file_count_together(tmp_path: Path) -> None:
+    """Several of each, as the command line of `serve` reads them; a flag's take the place of the environment's."""
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsk-3\n\n sk-4 \n", encoding="utf-8")
+    file.chmod(0o600)
+    env = {"JAXPAGED_API_KEY": "sk-1,sk-2", "JAXPAGED_SERVER__API_KEY_FILE": str(file)}
+
+    def keys_of(*arguments: str) -> set[str]:
+        config = load_options(build_parser(by_name()["serve"]).parse(list(arguments)), env).config
+        keys = read_keys(config)
+        with door_server(config, keys=(*config.server.api_key, "sk-3", "sk-4")) as live:
+            answered = {f"sk-{n}": live.ask("GET", "/version", authorization=f"Bearer sk-{n}").status for n in range(1, 7)}
+        known = {f"sk-{n}" for n in range(1, 7) if keys.has(f"sk-{n}".encode())}
+        assert known == {key for key, status in answered.items() if status == 200}
+        assert not any(key in repr(config) for key in ("sk-1", "sk-2"))
+        return known
+
+    assert keys_of() == {"sk-1", "sk-2", "sk-3", "sk-4"}
+    assert keys_of("--api-key", "sk-5", "sk-6") == {"sk-5", "sk-6", "sk-3", "sk-4"}
 
 
 def test_every_key_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`jaxpaged run-batch`: a file of requests in, a file of answers out."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from jaxpaged import cli
 from jaxpaged.commands import run_batch
 from jaxpaged.config import Config
 from jaxpaged.engine_client import EngineClient
+from jaxpaged.errors import ModelNotFoundError
 from jaxpaged.events import Sink
 from jaxpaged.tokenizer import Tokenizer
-from server import batch_command
+from server import batch, batch_command
 from tests.openai.validate import errors
 from tests.scripted_client import scripted_async_llm
 from tests.server.live import talker
@@ -96,3 +98,53 @@ def test_files_that_cannot_be_used(tmp_path: Path, source: str, target: str, cap
     assert cli.main(["run-batch", str(tmp_path / source), str(tmp_path / target)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert (tmp_path / "in.jsonl").read_text() == "{}\n"
+
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "serving" / "laptop-cpu.yaml"
+
+
+def test_more_than_the_queue_takes(tmp_path: Path, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the limits of a request let through is answered, however short the queue is: 64 places with this file."""
+    many = [line(f"short {index}", prompt="x" * (index + 1), max_tokens=1) for index in range(100)]
+    many.append(line("prompts", prompt=[f"x{index}" for index in range(256)], max_tokens=1))
+    many.append({**line("vectors", "/v1/embeddings"), "body": {"input": [f"y{index}" for index in range(300)]}})
+    status, answers = answered(tmp_path, many, chat_tokenizer, monkeypatch, "--config", str(LAPTOP))
+    assert {answer["response"]["status_code"] for answer in answers} == {200}
+    assert status == 0
+    assert [len(answer["response"]["body"].get("choices") or answer["response"]["body"]["data"]) for answer in answers[100:]] == [256, 300]
+
+
+@pytest.mark.parametrize("fault", ["no model", "no end"])
+def test_answers_that_are_there_stay_until_there_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("{}\n")
+    target.write_text("yesterday\n")
+
+    def make_engine(config: Config, sinks: Sequence[Sink]) -> EngineClient:
+        assert fault == "no model", "the model is loaded before the file was read"
+        raise ModelNotFoundError("there is no such model")
+
+    if fault == "no end":
+        source = tmp_path  # a folder opens and cannot be read
+    monkeypatch.setattr(run_batch, "run", lambda args: batch_command.run(args, make_engine))
+    assert cli.main(["run-batch", str(source), str(target), "--log.level", "error"]) != 0
+    assert target.read_text() == "yesterday\n"
+
+
+def test_a_request_is_asked_again_until_there_is_room() -> None:
+    """429 is for the batch to wait out; after so many tries with nothing else open it is the answer."""
+    told = {b"full": 3, b"for ever": 10**6}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = json.loads((await receive())["body"])["prompt"].encode()
+        told[body] = told.get(body, 0) - 1
+        status = 429 if told[body] >= 0 else 200
+        await send({"type": "http.response.start", "status": status, "headers": [(b"retry-after", b"0")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    written: list[bytes] = []
+    lines = [json.dumps(line(prompt, prompt=prompt)).encode() for prompt in ("full", "good", "for ever")]
+    counts = asyncio.run(batch.run_batch(app, lines, written.append, concurrency=8))  # type: ignore[arg-type]
+    assert counts == (2, 1)
+    assert [json.loads(one)["response"]["status_code"] for one in written] == [200, 200, 429]
+    assert batch.MAX_TRIES_ALONE <= 10**6 - told[b"for ever"] <= batch.MAX_TRIES_ALONE + 10

@@ -8,30 +8,59 @@ import pytest
 
 from jaxpaged.config import KIB, Config, ServerConfig
 from tests.server.door_server import Connection, DoorServer, door_server, request_bytes, wait_until
-from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.jax
 
 QUICK = ServerConfig(
     header_timeout_s=0.4, body_timeout_s=0.5, keep_alive_s=0.6, slow_client_timeout_s=0.7, max_body=16 * KIB, max_connections=40
 )
+PATIENT_S = 60.0
+"""More than a test waits for anything: what ends earlier does not end by a timeout."""
+PATIENT = ServerConfig(
+    header_timeout_s=PATIENT_S,
+    body_timeout_s=PATIENT_S,
+    keep_alive_s=PATIENT_S,
+    slow_client_timeout_s=PATIENT_S,
+    max_body=16 * KIB,
+    max_connections=40,
+)
+SOON_S = 8.0
+"""A client's time for what a timeout of QUICK ends: the defaults are 10 s and more."""
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DoorServer]:
-    """Short timeouts, 16 kB bodies, 40 connections."""
+    """Long timeouts, 16 kB bodies, 40 connections."""
+    with door_server(Config(server=PATIENT)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_quick() -> Iterator[DoorServer]:
+    """The same with short timeouts."""
     with door_server(Config(server=QUICK)) as server:
         yield server
 
 
+def at_rest_afterwards(server: DoorServer) -> Iterator[DoorServer]:
+    """A shared server, with nothing left open afterwards."""
+    yield server
+    server.hang_up()
+    wait_until(lambda: server.num_connections == 0)
+    wait_until(lambda: server.service.ledger.num_open == 0)
+    assert server.ask("GET", "/livez").status == 200
+
+
 @pytest.fixture
 def server(shared: DoorServer) -> Iterator[DoorServer]:
-    """The shared one, with nothing left open afterwards."""
-    yield shared
-    shared.hang_up()
-    wait_until(lambda: shared.num_connections == 0)
-    wait_until(lambda: shared.service.ledger.num_open == 0)
-    assert shared.ask("GET", "/livez").status == 200
+    """The patient one: for everything that is not about its timeouts."""
+    yield from at_rest_afterwards(shared)
+
+
+@pytest.fixture
+def quick(shared_quick: DoorServer) -> Iterator[DoorServer]:
+    """The quick one: for the timeouts alone, which a client that a busy machine holds up may meet at any time."""
+    yield from at_rest_afterwards(shared_quick)
 
 
 def head(size: int) -> bytes:
@@ -44,7 +73,14 @@ def test_a_keep_alive_connection_takes_many_requests(server: DoorServer) -> None
     connection = server.connect()
     for _ in range(3):
         assert connection.request("GET", "/livez").json == {"status": "starting"}
-    assert 0.4 < connection.seconds_to_end() < 2.5, "an idle connection is closed after keep_alive_s"
+
+
+def test_an_idle_connection_is_closed_after_its_time(quick: DoorServer) -> None:
+    began_s = time.monotonic()
+    connection = quick.connect()
+    assert connection.request("GET", "/livez").status == 200
+    connection.seconds_to_end()
+    assert 0.6 <= time.monotonic() - began_s < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -58,26 +94,26 @@ def test_a_keep_alive_connection_takes_many_requests(server: DoorServer) -> None
     ],
     ids=["silent", "first line", "empty line", "headers", "body"],
 )
-def test_who_sends_no_more_is_closed_in_time(server: DoorServer, sent: bytes, limit_s: float) -> None:
-    connection = server.connect()
+def test_who_sends_no_more_is_closed_in_time(quick: DoorServer, sent: bytes, limit_s: float) -> None:
+    began_s = time.monotonic()
+    connection = quick.connect()
     connection.send(sent)
-    seconds = connection.seconds_to_end()
-    assert limit_s - 0.1 < seconds < limit_s + 2
+    connection.seconds_to_end()
+    assert limit_s <= time.monotonic() - began_s < SOON_S
     if len(sent) > 2:
         assert b" 408 Request Timeout\r\n" in connection.seen
         assert b'"code":"request_too_slow"' in connection.seen
 
 
 @pytest.mark.parametrize("what", ["headers", "body"])
-def test_one_byte_at_a_time_does_not_help(server: DoorServer, what: str) -> None:
-    connection = server.connect()
+def test_one_byte_at_a_time_does_not_help(quick: DoorServer, what: str) -> None:
+    connection = quick.connect()
     connection.send(b"POST /echo HTTP/1.1\r\nhost: x\r\n" + (b"" if what == "headers" else b"content-length: 1000\r\n\r\n"))
     began_s = time.monotonic()
     with pytest.raises(ConnectionError):
-        while time.monotonic() < began_s + 5:
+        while time.monotonic() < began_s + SOON_S:
             connection.send(b"a")
             time.sleep(0.05)
-    assert time.monotonic() - began_s < 0.5 + 2
 
 
 def test_headers_up_to_the_limit(server: DoorServer) -> None:
@@ -89,7 +125,7 @@ def test_headers_up_to_the_limit(server: DoorServer) -> None:
         if status == 431:
             assert answer.code == "headers_too_large"
             assert f"{16 * KIB} bytes (server.max_header_size), got {size} bytes" in answer.json["error"]["message"]
-            assert connection.seconds_to_end() < 1
+            assert connection.seconds_to_end() < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -109,7 +145,7 @@ def test_what_is_refused_before_the_app_has_it(server: DoorServer, sent: bytes, 
     assert (answer.status, answer.code) == (status, code)
     assert answer.headers["x-request-id"] == "mine" if b"mine" in sent else answer.headers["x-request-id"].startswith("req-")
     assert answer.headers.get("x-should-retry") == ("false" if status == 501 else None)
-    assert connection.seconds_to_end() < 1
+    assert connection.seconds_to_end() < SOON_S
 
 
 def test_a_body_that_is_refused_is_not_welcomed_afterwards(server: DoorServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +153,7 @@ def test_a_body_that_is_refused_is_not_welcomed_afterwards(server: DoorServer, c
     connection = server.connect()
     connection.send(b"POST /echo HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n")
     assert connection.read().status == 400
-    assert connection.seconds_to_end() < 2
+    assert connection.seconds_to_end() < SOON_S
     assert connection.seen == b""
     assert server.ask("GET", "/livez").status == 200, "by then the app has looked at the first one"
     assert [record for record in caplog.records if record.exc_info] == []
@@ -125,12 +161,7 @@ def test_a_body_that_is_refused_is_not_welcomed_afterwards(server: DoorServer, c
 
 def test_a_header_without_an_end_is_not_kept(server: DoorServer) -> None:
     connection = server.connect()
-    began_s = time.monotonic()
-    connection.send(b"GET /livez HTTP/1.1\r\nfill: ")
-    for _ in range(40):
-        connection.send(b"x" * 1000)
-        if time.monotonic() > began_s + 0.3:
-            break
+    connection.send(b"GET /livez HTTP/1.1\r\nfill: " + b"x" * 16 * KIB)
     assert connection.read().status == 431
 
 
@@ -144,25 +175,23 @@ def test_so_many_headers(server: DoorServer, count: int, status: int) -> None:
 
 @pytest.mark.parametrize(("size", "status"), [(0, 200), (16 * KIB, 200), (16 * KIB + 1, 413), (10**9, 413)])
 def test_bodies_up_to_the_limit(server: DoorServer, size: int, status: int) -> None:
+    """What is too much is refused before it is there: here it never comes."""
     connection = server.connect()
-    watch = Stopwatch()
     connection.send(f"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n")
     if status == 200:
         connection.send(b"x" * size)
     answer = connection.read()
     assert (answer.status, len(answer.body) if status == 200 else answer.code) == (status, size if status == 200 else "body_too_large")
-    assert watch.seconds() < 0.3, "too much is refused before it is there"
 
 
-def test_a_chunked_body_is_counted(server: DoorServer) -> None:
-    connection = server.connect()
-    connection.send(b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-    for _ in range(16):
-        connection.send(b"400\r\n" + b"x" * 1024 + b"\r\n")
-    connection.send(b"1\r\nx\r\n")
+def test_a_chunked_body_is_counted(quick: DoorServer) -> None:
+    """All of it is sent at once, and its end never."""
+    connection = quick.connect()
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    connection.send(head + 16 * (b"400\r\n" + b"x" * 1024 + b"\r\n") + b"1\r\nx\r\n")
     answer = connection.read()
     assert (answer.status, answer.code) == (413, "body_too_large")
-    assert connection.seconds_to_end() < 3, "a body without an end is not listened to for ever"
+    assert connection.seconds_to_end() < SOON_S, "a body without an end is not listened to for ever"
 
 
 def test_what_is_left_of_a_refused_body_does_not_become_a_request(server: DoorServer) -> None:
@@ -195,7 +224,7 @@ def test_what_is_no_request_is_400_and_closed(server: DoorServer, sent: bytes) -
     connection.send(sent)
     answer = connection.read()
     assert (answer.status, answer.code) == (400, "bad_request")
-    assert connection.seconds_to_end() < 1.5
+    assert connection.seconds_to_end() < SOON_S
 
 
 def test_garbage_behind_a_request_waits_for_the_answer(server: DoorServer) -> None:
@@ -203,7 +232,7 @@ def test_garbage_behind_a_request_waits_for_the_answer(server: DoorServer) -> No
     connection.send(request_bytes("GET", "/drip?size=5000") + b"nonsense\r\n\r\n")
     answer = connection.read()
     assert (answer.status, len(answer.body)) == (200, 5000)
-    assert connection.seconds_to_end() < 1
+    assert connection.seconds_to_end() < SOON_S
     assert connection.seen == b""
 
 
@@ -260,24 +289,31 @@ def test_one_connection_more_is_told_503(server: DoorServer) -> None:
     assert held[0].request("GET", "/livez").status == 200
 
 
+def wait_for_the_end(quick: DoorServer, connection: Connection) -> None:
+    """Returns when the answer has begun and the connection is gone, though the client took nothing of it."""
+    assert connection.socket.recv(1, socket.MSG_PEEK) == b"H"
+    wait_until(lambda: quick.num_connections == 0, SOON_S)
+
+
 @pytest.mark.parametrize("path", ["/big?size=4000000", "/drip?size=4000000"])
-def test_who_does_not_read_is_cut_off(server: DoorServer, path: str) -> None:
-    connection: Connection = server.connect(receive_buffer=4096)
+def test_who_does_not_read_is_cut_off(quick: DoorServer, path: str) -> None:
+    began_s = time.monotonic()
+    connection: Connection = quick.connect(receive_buffer=4096)
     connection.send(request_bytes("GET", path))
-    wait_until(lambda: server.num_connections == 1)
-    began_s = time.monotonic()
-    wait_until(lambda: server.num_connections == 0)
-    assert 0.4 < time.monotonic() - began_s < 0.7 + 2
+    wait_for_the_end(quick, connection)
+    assert time.monotonic() - began_s >= 0.7
 
 
-def test_who_reads_slowly_but_reads_is_not_cut_off(server: DoorServer) -> None:
-    connection: Connection = server.connect(receive_buffer=4096)
-    connection.send(request_bytes("GET", "/drip?size=3000000"))
-    began_s = time.monotonic()
-    while time.monotonic() < began_s + 1.5:
-        connection.read_some(150_000)
-        time.sleep(0.1)
-    assert len(connection.read().body) == 3_000_000
+def test_who_reads_slowly_but_reads_is_not_cut_off() -> None:
+    """It takes longer in all than the timeout, and no pause is nearly as long."""
+    with door_server(Config(server=ServerConfig(slow_client_timeout_s=3.0))) as server:
+        connection: Connection = server.connect(receive_buffer=4096)
+        connection.send(request_bytes("GET", "/drip?size=1200000"))
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 3.5:
+            connection.read_some(25_000)
+            time.sleep(0.1)
+        assert len(connection.read().body) == 1_200_000
 
 
 def ask_and_not_read(server: DoorServer, size: int, **headers: str) -> int:
@@ -291,36 +327,26 @@ def ask_and_not_read(server: DoorServer, size: int, **headers: str) -> int:
     return ours.transport.get_write_buffer_size()
 
 
-def test_a_small_answer_that_nobody_reads_does_not_hold_the_connection(server: DoorServer) -> None:
+def test_a_small_answer_that_nobody_reads_does_not_hold_the_connection(server: DoorServer, quick: DoorServer) -> None:
     """It fits in the buffers, so nothing is ever paused; closing must not wait for the client either."""
     for size in range(60_000, 400_000, 15_000):
         if left := ask_and_not_read(server, size):
             break
         server.hang_up()
     assert 0 < left <= 64 * KIB
-    began_s = time.monotonic()
-    wait_until(lambda: server.num_connections == 0)
-    assert time.monotonic() - began_s < 0.6 + 0.7 + 2, "closed after keep_alive_s, cut off after slow_client_timeout_s"
-    assert ask_and_not_read(server, size, connection="close") > 0
-    began_s = time.monotonic()
-    wait_until(lambda: server.num_connections == 0)
-    assert time.monotonic() - began_s < 0.7 + 2
+    for headers in ({}, {"connection": "close"}):  # closed after keep_alive_s or at once, and cut off after slow_client_timeout_s
+        connection: Connection = quick.connect(receive_buffer=4096)
+        connection.send(request_bytes("GET", f"/big?size={size}", **headers))
+        wait_for_the_end(quick, connection)
 
 
-def test_who_waits_for_an_answer_may_begin_the_next_request_slowly(server: DoorServer) -> None:
-    connection = server.connect()
-    connection.send(request_bytes("GET", "/slow?seconds=1"))
-    time.sleep(0.1)
-    connection.send(b"\r\nGET /liv")
-    assert connection.read().body == b"done"
-    connection.send(b"ez HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert connection.read().json == {"status": "starting"}
-
-
-def test_the_buffers_are_as_small_as_the_options_say(server: DoorServer) -> None:
-    connection = server.connect()
-    connection.request("GET", "/livez")
-    (ours,) = server.server.server_state.connections
-    size = ours.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    assert size == 2 * 64 * KIB, "Linux doubles what it is told"
-    assert ours.transport.get_write_buffer_limits()[1] == 64 * KIB  # type: ignore[attr-defined]
+def test_who_waits_for_an_answer_may_begin_the_next_request_slowly() -> None:
+    """It is begun at once, and the answer takes longer than a head may."""
+    with door_server(Config(server=ServerConfig(header_timeout_s=2.0))) as server:
+        connection = server.connect()
+        connection.send(request_bytes("GET", "/slow?seconds=2.5"))
+        time.sleep(0.1)
+        connection.send(b"\r\nGET /liv")
+        assert connection.read().body == b"done"
+        connection.send(b"ez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.read().json == {"status": "starting"}

@@ -13,12 +13,15 @@ from jaxpaged.cli import build_parser
 from jaxpaged.cli_parser import load_options
 from jaxpaged.commands import by_name
 from jaxpaged.config import Config
+from server import http_server, serving
 from server.app import create_app
 from server.auth import HEALTH_PATHS, METRICS_PATH, open_paths
 from server.service import Service
 
 pytestmark = pytest.mark.jax
 
+POLL_S = 0.1
+"""How often uvicorn looks whether it is to end."""
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "configs" / "kubernetes").glob("*.yaml"))
 SERVING = sorted((ROOT / "configs" / "serving").glob("*.yaml"))
@@ -82,7 +85,17 @@ def test_the_grace_period_holds_the_drain(path: Path) -> None:
     assert pod["terminationGracePeriodSeconds"] == config_of(path).server.drain_timeout_s + 10
     command = container(path)["lifecycle"]["preStop"]["exec"]["command"]
     assert command[0] == "sleep"
-    assert int(command[1]) < 10
+    before_s, drain_s = int(command[1]), config_of(path).server.drain_timeout_s
+    assert before_s + drain_s + serving.END_TIMEOUT_S + serving.FLUSH_S < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_end_after_a_drain_fits_in_its_time() -> None:
+    """Telling clients and ending their connections leaves the engine a second and more to end by itself."""
+    connections_s = POLL_S + 2 * http_server.CLOSE_TIMEOUT_S
+    rest_s = serving.END_TIMEOUT_S - (serving.TELL_REST_S + serving.POLL_S + connections_s)
+    assert rest_s > 1
+    assert serving.CLOSE_ENGINE_S < serving.END_TIMEOUT_S
+    assert serving.END_TIMEOUT_S + serving.FLUSH_S <= 5
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

@@ -44,7 +44,7 @@ def test_texts_and_tokens_become_vectors(server: LiveServer) -> None:
         ({"input": ["a", 5]}, "input"),
         ({"input": [5] * 512}, "input"),
         ({"input": None}, "input"),
-        ({"input": ["x"] * 257}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"dimensions": 3}, "dimensions"),
     ],
@@ -79,6 +79,25 @@ def test_scores_are_those_of_the_engine(server: LiveServer) -> None:
     assert [len(item["token_ids"]) for item in texts] == [2, 1]
     echoed = server.complete("hello two words", echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]["token_logprobs"]
     assert texts[0]["token_logprobs"] == pytest.approx(echoed[1:])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text_1": "a", "text_2": ["b", "c"]},
+        {"queries": "a", "documents": ["b"]},
+        {"queries": ["a"], "items": ["b"]},
+        {"data_1": "a", "data_2": "b"},
+        {"prompt": "a", "continuation": "b", "truncate_prompt_tokens": 5},
+        {"prompt": "a", "continuation": "b", "use_activation": True},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_fields_of_vllm_are_refused_by_name(server: LiveServer, path: str, fields: dict[str, Any]) -> None:
+    reply = server.post(path, fields)
+    assert reply.status == 400
+    assert reply.error["param"] in fields
+    assert reply.error["message"].startswith(f"{reply.error['param']} cannot be given: ")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ VLLM = {
     chat_template chat_template_kwargs""",
     "/v1/completions": f"{VLLM_SAMPLING} {VLLM_EXTRA} echo logprobs suffix prompt_embeds",
     "/v1/responses": "background include top_k min_p priority cache_salt session_id truncation",
+    "/v1/score": """text_1 text_2 queries documents items data_1 data_2 model user request_id priority truncate_prompt_tokens
+    truncation_side use_activation mm_processor_kwargs add_special_tokens cache_salt""",
+    "/tokenize": """model prompt messages add_special_tokens return_token_strs add_generation_prompt continue_final_message chat_template
+    chat_template_kwargs media_io_kwargs mm_processor_kwargs tools""",
+    "/detokenize": "model tokens",
 }
 
 STRUCTS = {
@@ -74,6 +79,16 @@ def test_every_field_of_vllm_has_a_row(path: str) -> None:
     assert set(VLLM[path].split()) - {field.name for field in TABLES[path]} == set()
 
 
+TEXTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_what_another_endpoint_serves_is_not_ignored(path: str) -> None:
+    """Who mistakes the name of a field, or the path, gets another answer than he asked for; `encoding_format` changes no text."""
+    others = {field.name for other, table in TABLES.items() for field in table if field.use is Use.SERVED and not other.startswith("/tok")}
+    assert others - {field.name for field in TABLES[path]} - {"encoding_format", "tokens"} == set()
+
+
 @pytest.mark.parametrize("path", TABLES)
 def test_a_field_has_one_row(path: str) -> None:
     names = [field.name for field in TABLES[path]]
@@ -100,6 +115,7 @@ def test_refused_fields_pass_only_when_they_ask_for_nothing(path: str, field: fi
         "/v1/completions": {"prompt": "a"},
         "/v1/responses": {"input": "a"},
         "/v1/embeddings": {"input": "a"},
+        "/v1/score": {"prompt": "a", "continuation": "b"},
     }.get(path, {})
     reader: BodyReader[Any] = BodyReader(STRUCTS[path], TABLES[path])
     for value in (None, [], {}, *field.passes):

@@ -16,9 +16,11 @@ from server import health_check
 from server.health_check import HealthCheck
 from server.phase import Phase
 from server.service import Service
+from server.watchdog import Watchdog
 from tests.fakes import EventLog, FailingRunner
-from tests.server.door_server import DoorServer, door_server, wait_until
+from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 from tests.server.scripted_llm import script_runner, scripted_llm
+from tests.server.served_process import completion
 from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.jax
@@ -69,6 +71,10 @@ def idle_since(server: DoorServer, seconds: float) -> None:
 def test_loading_says_what_is_done(gate: Gate) -> None:
     with door_server() as server:
         assert statuses(server) == (200, 503)
+        starting = {"status": "starting", "reason": "starting", "phase": "find", "done": 0, "total": 0}
+        assert server.ask("GET", "/readyz").json == starting
+        server.service.emit(events.PhaseChanged(time_s=0, phase="compile", message="compiling 0/9", done=0, total=9))
+        assert server.ask("GET", "/readyz").json == {**starting, "reason": "compiling 0/9", "phase": "compile", "total": 9}
         server.service.emit(events.PhaseChanged(time_s=0, phase="compile", message="compiling 3/9", done=3, total=9))
         assert server.ask("GET", "/readyz").json == {
             "status": "starting",
@@ -77,7 +83,7 @@ def test_loading_says_what_is_done(gate: Gate) -> None:
             "done": 3,
             "total": 9,
         }
-        answer = server.ask("POST", "/v1/completions", b"{}")
+        answer = server.ask("POST", "/v1/completions", completion())
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "server_starting", "5")
         server.service.attach(gate.engine(server.service))
         try:
@@ -93,7 +99,7 @@ def test_ready_and_a_full_queue(gate: Gate) -> None:
         assert statuses(server) == (200, 200)
         gate.is_open.clear()
         with ThreadPoolExecutor(12) as pool:
-            asked = [pool.submit(server.ask, "POST", "/v1/completions", b'{"max_tokens": 2}') for _ in range(12)]
+            asked = [pool.submit(server.ask, "POST", "/v1/completions", completion(2)) for _ in range(12)]
             ledger = server.service.ledger
             wait_until(lambda: ledger.num_open + sum(ledger.ends().values()) == 12)  # some may be refused before the first step
             time.sleep(0.05)
@@ -111,7 +117,7 @@ def test_draining_and_stopped(gate: Gate) -> None:
     with door_server(engine=gate.engine) as server:
         server.service.drain()
         assert statuses(server) == (200, 503)
-        answer = server.ask("POST", "/v1/completions", b"{}")
+        answer = server.ask("POST", "/v1/completions", completion())
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "server_draining", "5")
         assert server.ask("GET", "/readyz").json == {"status": "draining", "reason": "the server is about to stop"}
         assert answer.headers["connection"] == "close", "the next request is for another server"
@@ -123,7 +129,7 @@ def test_stuck(gate: Gate) -> None:
     with door_server(engine=gate.engine) as server:
         gate.is_open.clear()
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.ask, "POST", "/v1/completions", b"{}")
+            asked = pool.submit(server.ask, "POST", "/v1/completions", completion())
             wait_until(lambda: server.service.progress.has_work)
             idle_since(server, 1000)
             assert statuses(server) == (200, 200), "whether work that does not move is stuck is the watchdog's to say"
@@ -131,7 +137,7 @@ def test_stuck(gate: Gate) -> None:
             watch = Stopwatch()
             answer = asked.result()
             assert (answer.status, answer.code) == (503, "engine_dead")
-            assert watch.seconds() < 1
+            assert watch.is_within(1.0)
         assert statuses(server) == (503, 503)
         assert server.ask("GET", "/livez").json == {"status": "dead", "reason": "there is work, and no step was finished in 60 s"}
         gate.is_open.set()
@@ -150,11 +156,11 @@ def test_dead() -> None:
         log=log,
     ) as server:
         connection = server.connect()
-        connection.send(b'POST /v1/completions HTTP/1.1\r\ncontent-length: 34\r\n\r\n{"max_tokens": 400,"stream": true}')
+        connection.send(request_bytes("POST", "/v1/completions", completion(400, stream=True)))
         assert b'"code":"engine_dead"' in connection.read_until(b"engine_dead")
         assert connection.read().body.count(b"data: ") >= 2
         assert statuses(server) == (503, 503)
-        answer = server.ask("POST", "/v1/completions", b"{}")
+        answer = server.ask("POST", "/v1/completions", completion())
         assert (answer.status, answer.code) == (503, "engine_dead")
         wait_until(lambda: server.service.ledger.num_open == 0)
         assert server.service.ledger.ends()["failed"] == 1  # type: ignore[index]
@@ -182,12 +188,12 @@ def test_an_idle_engine_is_asked_for_a_step_and_leaves_no_trace(gate: Gate) -> N
         assert {event.end for event in log[before:]} == {""}  # type: ignore[union-attr]
         engine: Any = server.service.engine
         assert engine._engine.pages.num_cached_idle == engine._engine.pages.num_in_use == 0
-        assert server.ask("POST", "/v1/completions", b"{}").json == {"text": "bcde"}
+        assert server.ask("POST", "/v1/completions", completion()).json["choices"][0]["text"] == "bcde"
 
 
 def test_a_recent_step_is_enough(gate: Gate) -> None:
     with door_server(engine=gate.engine) as server:
-        assert server.ask("POST", "/v1/completions", b"{}").status == 200
+        assert server.ask("POST", "/v1/completions", completion()).status == 200
         num_steps = gate.num_steps
         assert statuses(server) == (200, 200)
         assert gate.num_steps == num_steps
@@ -195,19 +201,48 @@ def test_a_recent_step_is_enough(gate: Gate) -> None:
 
 def test_an_idle_engine_that_does_not_answer_is_not_ready(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_check, "PROBE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(health_check, "PROBE_INTERVAL_S", 0.5)
     with door_server(engine=gate.engine) as server:
         idle_since(server, 1000)
         gate.is_open.clear()
-        answer = server.ask("GET", "/readyz")
-        assert answer.status == 503
-        assert answer.json == {"status": "unready", "reason": "the engine is idle and has not made a step within 0.2 s"}
+        unready = {"status": "unready", "reason": "the engine has not made a step within 0.2 s"}
+        for _ in range(3):
+            answer = server.ask("GET", "/readyz")
+            assert (answer.status, answer.json) == (503, unready)
+        assert gate.num_steps == 1, "the step that is under way is the one that is waited for"
         assert server.ask("GET", "/livez").status == 200
-        watch = Stopwatch()
-        assert server.ask("GET", "/readyz").status == 503
-        assert watch.seconds() < 0.15, "the verdict holds until the next probe"
         gate.is_open.set()
+        monkeypatch.setattr(health_check, "PROBE_INTERVAL_S", 0.0)
         wait_until(lambda: server.ask("GET", "/readyz").status == 200)
+        assert not server.service.progress.is_probed
+
+
+def test_an_idle_engine_that_is_stuck_is_dead_after_the_watchdogs_ticks(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks it for anything but its health."""
+    monkeypatch.setattr(health_check, "PROBE_TIMEOUT_S", 0.05)
+    with door_server(Config(server=ServerConfig(watchdog_s=3)), engine=gate.engine) as server:
+        dog = Watchdog(server.service)
+        assert [dog.look() for _ in range(100)] == [None] * 100, "idle is not stuck"
+        idle_since(server, 1000)
+        gate.is_open.clear()
+        assert server.ask("GET", "/readyz").status == 503
+        server.service.progress.num_open += 1  # a request that comes meanwhile does not make it well
+        assert server.ask("GET", "/readyz").status == 503
+        server.service.progress.num_open -= 1
+        verdicts = [dog.look() for _ in range(6)]
+        assert verdicts == [None] * 5 + ["health was asked for, and no step was finished in 3 s"]
+        server.service.die(str(verdicts[-1]))
+        assert statuses(server) == (503, 503)
+        assert server.ask("GET", "/livez").json == {"status": "dead", "reason": verdicts[-1]}
+        gate.is_open.set()
+
+
+def test_a_step_for_health_that_ends_is_no_work(gate: Gate) -> None:
+    with door_server(Config(server=ServerConfig(watchdog_s=1)), engine=gate.engine) as server:
+        dog = Watchdog(server.service)
+        idle_since(server, 1000)
+        assert statuses(server) == (200, 200)
+        assert gate.num_steps == 1
+        assert [dog.look() for _ in range(20)] == [None] * 20
 
 
 def test_a_probe_that_kills_the_engine_says_so() -> None:
@@ -240,7 +275,7 @@ def test_version_and_load(gate: Gate) -> None:
         assert server.ask("GET", "/load").json == {"server_load": 0, "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0}
         gate.is_open.clear()
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.ask, "POST", "/v1/completions", b"{}")
+            asked = pool.submit(server.ask, "POST", "/v1/completions", completion())
             wait_until(lambda: server.ask("GET", "/load").json["server_load"] == 1)
             gate.is_open.set()
             assert asked.result().status == 200

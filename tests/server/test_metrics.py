@@ -18,6 +18,7 @@ from tests.fakes import EventLog
 from tests.observability.samples import finished, short_run, step
 from tests.server.door_server import DoorServer, door_server, wait_until
 from tests.server.scripted_llm import scripted_llm
+from tests.server.served_process import completion
 
 pytestmark = pytest.mark.jax
 
@@ -44,8 +45,8 @@ def scrape(server: DoorServer) -> dict[str, float]:
 def test_they_add_up() -> None:
     with door_server(engine=engine) as server:
         for _ in range(3):
-            assert server.ask("POST", "/v1/completions", b'{"max_tokens": 5}').status == 200
-        assert server.ask("POST", "/v1/completions", b'{"max_tokens": 0}').status == 400
+            assert server.ask("POST", "/v1/completions", completion(5)).status == 200
+        assert server.ask("POST", "/v1/completions", completion(0)).status == 400
         assert server.ask("POST", "/v1/completions", b"x" * 5_000_000).status == 413
         found = scrape(server)
     assert found['jaxpaged_requests_finished_total{reason="length"}'] == 3
@@ -78,7 +79,7 @@ def test_replaying_the_log_gives_what_was_there_live() -> None:
     log = EventLog()
     with door_server(engine=engine, log=log) as server:
         for tokens in (1, 7, 3):
-            server.ask("POST", "/v1/completions", b'{"max_tokens": %d}' % tokens)
+            server.ask("POST", "/v1/completions", completion(tokens))
         server.ask("POST", "/nowhere", b"{}")
         wait_until(lambda: server.service.ledger.num_open == 0)
         live = rendered(server.service.metrics)

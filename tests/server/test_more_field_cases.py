@@ -17,7 +17,7 @@ from server.ledger import End
 from tests.fakes import FailingRunner
 from tests.server.door_server import wait_until
 from tests.server.live import LiveServer, live_server, talker
-from tests.stopwatch import Stopwatch
+from tests.stopwatch import SLOWER, Stopwatch
 
 pytestmark = pytest.mark.jax
 
@@ -116,7 +116,7 @@ def test_o32_a_detokenizer_that_raises(chat_tokenizer: Tokenizer, monkeypatch: p
             patch.setattr(Detokenizer, "append", append)
             watch = Stopwatch()
             reply = server.complete("x", stream=is_streamed)
-            assert watch.seconds() < 1.0
+            assert watch.is_within(1.0)
             assert b"secret" not in reply.content
             error = reply.json[-1]["error"] if is_streamed and reply.status == 200 else reply.error
             assert error["type"] == "server_error"
@@ -148,11 +148,11 @@ def test_o32_an_operator_ends_a_stream(chat_tokenizer: Tokenizer, path: str) -> 
         )
         for request_id in list(server.engine._engine.unfinished_ids):
             server.engine.abort(request_id)
-        begun_s, content = time.monotonic(), b""
+        watch, content = Stopwatch(), b""
         while not content.endswith(b"0\r\n\r\n"):
             content += connection.recv(65536)
         connection.close()
-        assert time.monotonic() - begun_s < 1.0
+        assert watch.is_within(1.0)
         assert content.count(b'"error":{') == 1
         assert b"[DONE]" not in content
         server.counts[End.FAILED] += 1
@@ -197,12 +197,12 @@ def test_o34_nonsense_is_refused_at_once(chat_tokenizer: Tokenizer) -> None:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             connection.sendall(b"content-length: %d\r\n\r\n" % (100 * MIB))
             assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
-            assert watch.seconds() < 0.5
+            assert watch.is_within(0.5)
         with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             connection.sendall(b"transfer-encoding: chunked\r\n\r\n")
-            begun_s, answer = time.monotonic(), b""
-            while time.monotonic() < begun_s + 5 and not answer:
+            watch, answer = Stopwatch(), b""
+            while watch.is_within(2.5) and not answer:
                 try:
                     connection.sendall(b'2\r\n{"\r\n')
                     connection.settimeout(0.05)
@@ -210,7 +210,6 @@ def test_o34_nonsense_is_refused_at_once(chat_tokenizer: Tokenizer) -> None:
                 except TimeoutError:
                     pass
             assert answer.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 413 "))
-            assert time.monotonic() - begun_s < 0.5 + 2
         wait_until(lambda: server.service.ledger.num_open == 0)
         ends = server.service.ledger.ends()
         assert ends[End.REJECTED] + ends[End.ABORTED] == 2
@@ -232,7 +231,7 @@ def test_o29_many_prompts_times_many_samples(server: LiveServer) -> None:
             assert reply.status == 400
             assert server.get("/health").status == 200
             tries_s.append(watch.seconds())
-        assert min(tries_s) < 0.5, tries_s
+        assert min(tries_s) < SLOWER * 0.5, tries_s
     assert len(server.log.of(events.RequestQueued)) == num_queued
 
 

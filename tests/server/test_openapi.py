@@ -48,8 +48,11 @@ def faults(document: dict[str, Any]) -> list[str]:
                 schema = resolve(document, content["schema"])
                 if status == "200" and media_type == "application/json" and not schema.get("properties"):
                     found.append(f"{where}: a 200 without properties")
-                if int(status) >= 400 and path not in HEALTH and content["schema"] != {"$ref": "#/components/schemas/ErrorBody"}:
-                    found.append(f"{where}: {status} is not the error body")
+                body = "HealthBody" if path in HEALTH and status == "503" else "ErrorBody"
+                if int(status) >= 400 and content["schema"] != {"$ref": f"#/components/schemas/{body}"}:
+                    found.append(f"{where}: {status} is not {body}")
+                if body == "ErrorBody" and ("Retry-After" in response.get("headers", {})) != (status in ("429", "503")):
+                    found.append(f"{where}: {status} says when to come again, or not")
         if not {"401", "405", "413", "431", "500", "503"} <= set(operation["responses"]):
             found.append(f"{where}: a status is missing")
         if (path in STREAMS and method == "post") != ("text/event-stream" in operation["responses"]["200"]["content"]):
@@ -97,6 +100,14 @@ def test_a_planted_answer_without_properties_is_found() -> None:
 
     found = faults(make_document(Litestar([planted], openapi_config=None, logging_config=None)))
     assert found == ["get /planted: a 200 without properties"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/health", "503"), ("/livez", "503"), ("/health", "408"), ("/v1/models", "503")])
+def test_a_planted_body_of_an_error_is_found(document: dict[str, Any], path: str, status: str) -> None:
+    planted = msgspec.json.decode(msgspec.json.encode(document))
+    schema = planted["paths"][path]["get"]["responses"][status]["content"]["application/json"]["schema"]
+    schema["$ref"] = schema["$ref"].replace("HealthBody", "VersionBody").replace("ErrorBody", "HealthBody")
+    assert [fault for fault in faults(planted) if fault.startswith(f"get {path}: {status}")]
 
 
 def test_a_planted_route_that_says_nothing_is_found() -> None:

@@ -4,7 +4,6 @@ import random
 import re
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from tests.server.live import LiveServer, live_server, slowed, talker
 from tests.server.raw_http import attempt, draw_attempt
 from tests.server.traffic import vitals
 from tests.server.workers import with_many_clients
+from tests.stopwatch import SLOWER, Stopwatch
 
 pytestmark = pytest.mark.jax
 
@@ -140,9 +140,7 @@ def test_readers_that_never_read(chat_tokenizer: Tokenizer) -> None:
         assert abs(beside[0] - alone[0]) <= alone[0] // 3, "its deltas come step by step as before"
         grown = vitals().resident_bytes - before
         assert grown < 2 * MIB * len(silent)
-        began_s = time.monotonic()
-        wait_until(lambda: server.service.ledger.num_open == 0 and not server.engine._engine.has_work)
-        assert time.monotonic() - began_s < 1.0 + 5.0
+        wait_until(lambda: server.service.ledger.num_open == 0 and not server.engine._engine.has_work, 25.0)  # the default is 30
         assert server.engine._engine.pages.num_in_use == 0
         server.left(len(silent))
         for connection in silent:
@@ -160,9 +158,9 @@ def test_health_beside_many_streams_and_a_prompt_of_four_megabytes(chat_tokenize
 
         def ask() -> None:
             while not is_over.is_set():
-                begun_s = time.monotonic()
+                watch = Stopwatch()
                 assert server.get("/health").status == 200
-                waits.append(time.monotonic() - begun_s)
+                waits.append(watch.seconds())
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -174,4 +172,4 @@ def test_health_beside_many_streams_and_a_prompt_of_four_megabytes(chat_tokenize
             connection.close()
         server.left(len(streams))
         assert len(waits) >= 3
-        assert max(waits) < 0.2, waits
+        assert max(waits) < SLOWER * 0.2, waits

@@ -135,6 +135,26 @@ def test_input_items_come_in_pages(server: LiveServer) -> None:
         assert reply.error["param"] in query
 
 
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=true", "stream"),
+        ("stream=True&starting_after=3", "stream"),
+        ("starting_after=3", "starting_after"),
+        ("include=nobody", "include"),
+        ("include[]=nobody", "include"),
+        ("stream=false&include[]=message.output_text.logprobs&include_obfuscation=false", None),
+    ],
+)
+def test_a_stored_response_is_given_whole_or_not_at_all(server: LiveServer, query: str, param: str | None) -> None:
+    response = server.post(PATH, {"input": "hello", "max_output_tokens": 4}).json
+    reply = server.get(f"{PATH}/{response['id']}?{query}")
+    if param is None:
+        assert reply.json == response
+    else:
+        assert (reply.status, reply.error["param"]) == (400, param)
+
+
 def test_what_is_not_stored_is_not_there(server: LiveServer) -> None:
     response = ask(server, "secret", store=False).json
     for reply in (server.get(f"{PATH}/{response['id']}"), server.get(f"{PATH}/{response['id']}/input_items")):

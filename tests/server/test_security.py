@@ -21,6 +21,7 @@ from jaxpaged.sinks import open_log
 from jaxpaged.tokenizer import Tokenizer
 from server.app import create_app
 from server.auth import HEALTH_PATHS
+from server.dashboard.files import FILE_PATHS
 from server.service import Service
 from tests.server.door_server import Connection, DoorServer, door_server, wait_until
 from tests.server.live import LiveServer, live_server, slowed, talker
@@ -293,7 +294,7 @@ def test_no_route_answers_without_the_key(keyed: DoorServer) -> None:
     for method, path in routes:
         for variant in variants:
             spelled = variant.format(path)
-            is_open = path in HEALTH_PATHS and variant in ("{}", "{}?x=1")
+            is_open = path in HEALTH_PATHS | FILE_PATHS and variant in ("{}", "{}?x=1")
             for verb in dict.fromkeys((method, "GET", "HEAD", "OPTIONS", "PUT")):
                 for given in ({}, {"authorization": f"Bearer {KEY.upper()}"}, {"authorization": f"Bearer {KEY}x"})[
                     : 3 if variant == "{}" else 1

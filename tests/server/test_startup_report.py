@@ -40,11 +40,22 @@ def test_the_memory_table() -> None:
 
 def test_phases_and_their_times() -> None:
     progress = EngineProgress()
-    for time_s, phase in ((100.0, "resolve"), (100.5, "load"), (103.0, "pool"), (103.2, "compile"), (108.0, "compile")):
+    for time_s, phase in (
+        (100.0, "find"),
+        (100.1, "download"),
+        (100.4, "download"),
+        (100.5, "load"),
+        (103.0, "pool"),
+        (103.2, "compile"),
+        (108.0, "compile"),
+        (109.0, "warm_up"),
+    ):
         progress(events.PhaseChanged(time_s=time_s, phase=phase, message=phase))
     assert progress.phase_seconds() == {}
     progress(STARTED)
-    assert phase_times(progress.phase_seconds(), STARTED.seconds) == "ready in 8.1 s (resolve 0.5, load 2.5, pool 0.2, compile 6.8)"
+    assert phase_times(progress.phase_seconds(), STARTED.seconds) == (
+        "ready in 8.1 s (find 0.1, download 0.4, load 2.5, pool 0.2, compile 5.8, warm up 1.0)"
+    )
 
 
 @pytest.mark.parametrize("has_key", [False, True])
@@ -63,3 +74,4 @@ def test_the_whole() -> None:
     text = ready_report(STARTED, {"load": 2.0}, url="https://127.0.0.1:1", model="m", has_key=False, admin="/run/a.sock")
     assert text.startswith("m: ready in 8.1 s (load 2.0)\n\n  weights ")
     assert "\nserving m at https://127.0.0.1:1/v1 (Ctrl-C stops it)\noperators' calls at /run/a.sock\n" in text
+    assert "\nthe live page at https://127.0.0.1:1/dashboard\n" in text

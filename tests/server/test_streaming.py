@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import events
-from jaxpaged.config import Config, LogConfig, ServerConfig
+from jaxpaged.config import KIB, Config, LogConfig, ServerConfig
 from jaxpaged.tokenizer import Tokenizer
 from server.http_protocol import ChunkWriter
 from server.ledger import End
@@ -106,7 +106,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(slow_server: LiveS
     slow_server.left()
     watch = Stopwatch()
     wait_until(lambda: not slow_server.engine._engine.has_work and slow_server.engine._engine.pages.num_in_use == 0)
-    assert watch.seconds() < 1.0
+    assert watch.is_within(1.0)
 
 
 def test_clients_that_leave_while_they_wait(slow_server: LiveServer) -> None:
@@ -162,7 +162,7 @@ def test_an_error_on_the_way_is_an_event_and_the_end(chat_tokenizer: Tokenizer) 
         watch = Stopwatch()
         while not content.endswith(b"0\r\n\r\n"):
             content += connection.recv(65536)
-        assert watch.seconds() < 1.0
+        assert watch.is_within(1.0)
         connection.close()
         server.counts[End.FAILED] += 1
         server.num_unsure += 1
@@ -213,16 +213,17 @@ def test_a_client_that_does_not_read_is_bounded_and_dropped(chat_tokenizer: Toke
         connection = server.open("/v1/chat/completions", body, receive_buffer=4096)
         wait_until(lambda: server.engine._engine.num_unfinished == 1)
         assert server.chat("neighbour").status == 200
-        begun_s = time.monotonic()
+        watch = Stopwatch()
         wait_until(lambda: server.service.ledger.num_open == 0)
-        assert time.monotonic() - begun_s < 5.0
+        assert watch.is_within(2.0), "its time runs out long before that of the default"
         server.left()
         connection.close()
 
 
 def test_a_slow_reader_gets_everything_in_fewer_events(chat_tokenizer: Tokenizer) -> None:
     runner = slowed(talker(chat_tokenizer, max_model_len=8192, num_pages=600), 0.0005)
-    with live_server(chat_tokenizer, runner) as server:
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(max_unsent=64 * KIB))
+    with live_server(chat_tokenizer, runner, config) as server:
         body = {**LONG, "max_tokens": 250, "logprobs": True, "top_logprobs": 20}
         whole = server.post("/v1/chat/completions", body)
         connection = server.open("/v1/chat/completions", {**body, "stream": True}, receive_buffer=4096)

@@ -229,7 +229,7 @@ def test_a_template_that_never_ends_is_stopped_and_nobody_else_is(source: str) -
     took_s = time.monotonic() - begun
     stopped.set()
     other.join()
-    assert took_s < 5
+    assert took_s < 20, "it would go on for minutes"
     assert len(ticks) > 3
     assert render("{{ messages|length }}") == "1"
 
@@ -259,7 +259,7 @@ def test_what_swallows_the_exception_is_stopped_all_the_same() -> None:
 
     begun = time.monotonic()
     run_within(0.05, stubborn)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 def test_errors_and_results_pass_through() -> None:

@@ -1,0 +1,72 @@
+"""How large a model's parameters are on each device, from their shapes alone."""
+
+from collections.abc import Mapping
+from math import gcd, prod
+
+import msgspec
+import numpy as np
+
+from jaxpaged.loading.fill import ShapeDtype
+
+_SPLIT_EVENLY = ("heads", "vocab", "ffw", "shared_ffw", "gate_up")
+"""Axis words that tensor parallelism splits over all its devices; what does not come out even is padded."""
+
+
+class ParameterSize(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter.
+
+    Attributes:
+        shape: of the whole.
+        axes: for each dimension the axis word by which it may be split, or "".
+        dtype_name: as numpy calls it.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype_name: str
+
+    def num_bytes(self, parts: Mapping[str, int]) -> int:
+        """Bytes of one device's share.
+
+        Args:
+            parts: axis word -> devices that it is split over.
+        """
+        dims = (-(-size // parts.get(axis, 1)) for size, axis in zip(self.shape, self.axes, strict=True))
+        return prod(dims) * np.dtype(self.dtype_name).itemsize
+
+
+def parameter_sizes(expected: Mapping[str, ShapeDtype], weights_table: Mapping[str, tuple[str, str]]) -> tuple[ParameterSize, ...]:
+    """The sizes of all parameters, in their order.
+
+    Args:
+        expected: parameter path -> shape and type.
+        weights_table: a family's `WEIGHTS`, whose patterns name the axes; what is not in it is never split.
+    """
+    axes = {path: _axes(name, pattern) for name, (path, pattern) in weights_table.items()}
+    return tuple(
+        ParameterSize(tuple(like.shape), axes.get(path, ("",) * len(like.shape)), str(np.dtype(like.dtype)))
+        for path, like in expected.items()
+    )
+
+
+def tensor_parts(tensor: int, kv_heads: int) -> dict[str, int]:
+    """What tensor parallelism over so many devices splits each axis into; KV heads are never cut, and so are on several devices."""
+    return {**dict.fromkeys(_SPLIT_EVENLY, tensor), "kv_heads": gcd(tensor, kv_heads)}
+
+
+def weight_bytes(sizes: tuple[ParameterSize, ...], parts: Mapping[str, int]) -> int:
+    """Bytes of all weights on one device; `parts` as for `ParameterSize.num_bytes`."""
+    return sum(size.num_bytes(parts) for size in sizes)
+
+
+def _axes(name: str, pattern: str) -> tuple[str, ...]:
+    """For each dimension of a parameter its first axis word: "(heads head_dim) embed" -> ("heads", "embed")."""
+    axes = [axis for word, axis in (("{layer}", "layers"), ("{expert}", "experts")) if word in name]
+    is_grouped = is_named = False
+    for word in pattern.split("->")[1].replace("(", " ( ").replace(")", " ) ").split():
+        if word in ("(", ")"):
+            is_grouped, is_named = word == "(", False
+        elif not is_named:
+            axes.append(word)
+            is_named = is_grouped
+    return tuple(axes)

@@ -1,0 +1,55 @@
+"""The kernels that an engine asks for and takes: told at the start, forced by an option, refused before the weights are read."""
+
+from pathlib import Path
+
+import pytest
+
+import jaxpaged.build
+from jaxpaged import events
+from jaxpaged.errors import ConfigError
+from tests.fakes import EventLog
+from tests.tiny_engine import start_tiny
+
+pytestmark = pytest.mark.jax
+
+
+def test_the_start_says_what_it_took_and_why_not_the_others(tiny_folder: Path, programs: Path) -> None:
+    for _ in range(2):  # traced, and read from files
+        log = EventLog()
+        start_tiny(tiny_folder, programs=programs, sinks=[log]).engine.close()
+        (started,) = log.of(events.EngineStarted)
+        assert (started.attention, started.kernels) == ("xla", ("kv_write xla", "paged_attention xla"))
+        reason = "it needs an NVIDIA GPU of compute capability 9.0, and this program is for another device"
+        assert started.kernels_refused == tuple(f"{op} mosaic_gpu: {reason}" for op in ("kv_write", "paged_attention"))
+
+
+def test_an_implementation_that_is_asked_for_runs(tiny_folder: Path, programs: Path) -> None:
+    log = EventLog()
+    started = start_tiny(
+        tiny_folder,
+        programs=programs,
+        sinks=[log],
+        paged_attention="reference",
+        kv_write="reference",
+        token_buckets=(16,),
+        max_num_batched_tokens=16,
+    )
+    started.engine.close()
+    (event,) = log.of(events.EngineStarted)
+    assert (event.attention, event.kernels) == ("reference", ("kv_write reference", "paged_attention reference"))
+    assert "paged_attention xla: reference was asked for" in event.kernels_refused
+
+
+@pytest.mark.parametrize("is_found_by_tracing", [False, True])
+def test_one_that_cannot_run_here_is_refused_with_its_reason(
+    tiny_folder: Path, programs: Path, is_found_by_tracing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read where that can be known; a program that is traced finds the rest."""
+    if is_found_by_tracing:
+        monkeypatch.setattr(jaxpaged.build, "check_attention", lambda *_: None)
+    log = EventLog()
+    reason = "mosaic_gpu: it needs an NVIDIA GPU .*; leave kernels.paged_attention out for what takes them"
+    with pytest.raises(ConfigError, match=reason) as info:
+        start_tiny(tiny_folder, programs=programs, sinks=[log], paged_attention="mosaic_gpu")
+    assert info.value.param == "kernels.paged_attention"
+    assert ("pool" in [event.phase for event in log.of(events.PhaseChanged)]) == is_found_by_tracing
