@@ -24,20 +24,22 @@ from jaxpaged.loading.disk import bound_folder
 from jaxpaged.loading.sentence_transformer import refuse_other_pooling
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.memory_errors import memory_budget
-from jaxpaged.model_loader import make_replica
+from jaxpaged.model_loader import DescribedModel, make_replica
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
-from jaxpaged.parallel.mesh_config import TABLE, ModelCounts, check_mesh, read_mesh
+from jaxpaged.parallel.mesh_config import TABLE, MeshShape, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
+from jaxpaged.replicas import LoadSums, Replicas
 from jaxpaged.request import MAX_EOS_IDS
 from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.traced_programs import TracedPrograms
+from pallas_kernels import native
 
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
@@ -66,16 +68,18 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     generation_config = description.generation_config if config.model.generation_config == "auto" else {}
     default_params_of(generation_config)  # a bad file is refused before the weights are read
     check_mesh(mesh, ModelCounts(facts.heads, facts.experts), len(jax.devices()))
-    if mesh.data > 1:
-        raise ConfigError(f"the mesh axis data {mesh.data} is not served yet; only 1 is", param="parallel.mesh")
     limits = decide_limits(config, is_gpu=is_gpu, model_max_len=facts.max_positions)
     if description.is_encoder:
         refuse_other_pooling(files.path)
         _check_whole_prompts(limits)
-    replica = None
-    if mesh.num_devices > 1:
-        replica = make_replica(source.described, replica_shape(mesh, facts.kv_heads), jax.devices()[: mesh.num_devices])
-    _check_pool(config, facts, limits, replica)
+    if facts.quantization is not None and mesh.num_devices > 1:
+        raise ConfigError(
+            f"quantization {facts.quantization!r} is served on one device so far, not over a mesh of {mesh.num_devices}; leave one of them "
+            "out",
+            param="model.quantization",
+        )
+    replicas = _replicas(source.described, mesh)
+    _check_pool(config, facts, limits, replicas[0])
     kernels = asked_kernels(config.kernels)
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     room = room_here()
@@ -83,6 +87,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if room is not None and mesh.expert == 1 and mesh.table == TABLE:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
+    if facts.quantization is not None and (missing := native.library().missing) is not None:
+        phase("load", f"CPU kernels are absent, XLA does their work: {missing}")
     phase("load", f"loading the tokenizer of {files.name}")
     tokenizer = Tokenizer.from_files(
         files,
@@ -93,12 +99,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     eos_token_ids = frozenset((*description.eos_token_ids, *tokenizer.eos_token_ids))
     if len(eos_token_ids) > MAX_EOS_IDS:
         raise ConfigError(f"the model names {len(eos_token_ids)} end tokens, and at most {MAX_EOS_IDS} are supported")
-    phase("load", f"loading the weights of {files.name}")
-    loading = LoadProgress(files.name, functools.partial(phase, "load"))
-    with memory_budget():
-        model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
-    num_programs = len(limits.token_buckets)
-    num_from_cache = num_done = 0
+    num_programs = len(limits.token_buckets) * len(replicas)
+    num_from_cache = num_done = num_weight_bytes = 0
 
     def on_compiled(program: Compiled) -> None:
         nonlocal num_from_cache, num_done
@@ -111,23 +113,40 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         )
         phase("compile", f"compiling {num_done}/{num_programs} ({num_from_cache} from cache)", num_done, num_programs)
 
-    phase("pool", "allocating the page pool")
-    with memory_budget():
-        runner = ModelRunner(
-            model,
-            limits=limits,
-            cache=config.cache,
-            num_ids=min(tokenizer.vocab_size, facts.vocab),
-            max_parallel=config.compilation.max_parallel or num_threads,
-            logprobs_mode=config.sampling.logprobs_mode,
-            traced=TracedPrograms(programs_folder and programs_folder / "traced"),
-            kernels=kernels,
-            load_again=functools.partial(source.load, replica),
-            fits_context=config.model.max_model_len == "auto",
-            on_compiled=on_compiled,
-            on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
-            before_compiling=lambda _: phase("compile", f"compiling 0/{num_programs}", 0, num_programs),
-        )
+    def make_runner(replica: Replica | None) -> ModelRunner:
+        nonlocal num_weight_bytes
+        phase("load", f"loading the weights of {files.name}")
+        loading = LoadProgress(files.name, functools.partial(phase, "load"))
+        with memory_budget():
+            model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
+        num_weight_bytes += model.weight_bytes
+        phase("pool", "allocating the page pool")
+        with memory_budget():
+            return ModelRunner(
+                model,
+                limits=limits,
+                cache=config.cache,
+                num_ids=min(tokenizer.vocab_size, facts.vocab),
+                max_parallel=config.compilation.max_parallel or num_threads,
+                logprobs_mode=config.sampling.logprobs_mode,
+                traced=TracedPrograms(programs_folder and programs_folder / "traced"),
+                kernels=kernels,
+                load_again=functools.partial(source.load, replica),
+                fits_context=config.model.max_model_len == "auto",
+                on_compiled=on_compiled,
+                on_warmed=lambda done, total: phase("warm_up", f"first steps {done}/{total}", done, total),
+                before_compiling=lambda _: phase("compile", f"compiling {num_done}/{num_programs}", num_done, num_programs),
+            )
+
+    runners: list[ModelRunner] = []
+    try:
+        for replica in replicas:
+            runners.append(make_runner(replica))
+    except BaseException:
+        for made in runners:
+            made.close()
+        raise
+    runner = runners[0]
     intake = Intake(
         tokenizer,
         generation_config=generation_config,
@@ -138,17 +157,25 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         max_model_len=runner.limits.max_model_len,
         is_encoder=description.is_encoder,
     )
-    engine = Engine(
-        runner,
-        tokenizer,
-        # Keys and values of an encoder depend on the whole text.
-        enable_prefix_caching=config.cache.enable_prefix_caching and not description.is_encoder,
-        takes_whole_prompts=description.is_encoder,
-        max_in_flight=2 if config.scheduler.async_scheduling else 1,
-        policy=config.scheduler,
-        sink=emit,
-        clocks=clocks,
-    )
+
+    def make_engine(runner: ModelRunner, sink: events.Sink) -> Engine:
+        return Engine(
+            runner,
+            tokenizer,
+            # Keys and values of an encoder depend on the whole text.
+            enable_prefix_caching=config.cache.enable_prefix_caching and not description.is_encoder,
+            takes_whole_prompts=description.is_encoder,
+            max_in_flight=2 if config.scheduler.async_scheduling else 1,
+            policy=config.scheduler,
+            sink=sink,
+            clocks=clocks,
+        )
+
+    if len(runners) == 1:
+        engine = make_engine(runner, emit)
+    else:
+        sums = LoadSums(emit)
+        engine = Replicas([make_engine(own, sums) for own in runners], sums, emit)
     told = runner.told_kernels
     emit(
         events.EngineStarted(
@@ -158,13 +185,14 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             pool_bytes=runner.pool_bytes,
-            weight_bytes=model.weight_bytes,
+            weight_bytes=num_weight_bytes,
             max_model_len=runner.limits.max_model_len,
             max_num_seqs=runner.limits.max_num_seqs,
             max_num_batched_tokens=runner.limits.max_num_batched_tokens,
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
             platform=jax.default_backend(),
+            quantization=facts.quantization or "",
             attention=told.attention,
             kernels=told.kernels,
             kernels_refused=told.refused,
@@ -172,6 +200,15 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
     return engine, intake
+
+
+def _replicas(described: DescribedModel, mesh: MeshShape) -> list[Replica | None]:
+    """The devices of each copy of the model; None: one device, without a mesh."""
+    if mesh.num_devices == 1:
+        return [None]
+    devices, size = jax.devices(), mesh.devices_per_replica
+    shape = replica_shape(mesh, described.facts.kv_heads)
+    return [make_replica(described, shape, devices[number * size : (number + 1) * size]) for number in range(mesh.data)]
 
 
 def _check_whole_prompts(limits: StepLimits) -> None:

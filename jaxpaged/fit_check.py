@@ -99,20 +99,26 @@ class FitCheck:
         return plan
 
     def changes(self, num_devices: int) -> list[Change]:
-        """Up to three changes with which the model fits, the least painful first; two or three things at once where one is not enough."""
+        """Up to three changes with which the model fits, the least painful first; two or three things at once where one is not enough.
+
+        More devices come last, and once: as few as will do.
+        """
         found: dict[tuple[_Step, ...], Change] = {}
-        steps = self._steps()
+        steps = self._steps(num_devices)
         for number in range(1, NUM_CHANGES + 1):
             if len(found) == NUM_CHANGES:
                 break
             tried = [(chosen, self._try(chosen, num_devices)) for chosen in itertools.combinations(steps, number)]
             fitting = [(chosen, change) for chosen, change in tried if change is not None]
-            for chosen, change in sorted(fitting, key=lambda pair: -pair[1].plan.max_model_len):
+            for chosen, change in sorted(fitting, key=lambda pair: (pair[1].plan.num_devices, -pair[1].plan.max_model_len)):
+                is_split = change.plan.num_devices > num_devices
+                if is_split and any(other.plan.num_devices > num_devices for other in found.values()):
+                    continue
                 enough = [other.plan.max_model_len for fewer, other in found.items() if set(fewer) <= set(chosen)]
                 # More changes than are enough are of use only if texts may be longer with them.
                 if len(found) < NUM_CHANGES and all(length < change.plan.max_model_len for length in enough):
                     found[chosen] = change
-        return list(found.values())
+        return sorted(found.values(), key=lambda change: change.plan.num_devices)
 
     def allowed_devices(self) -> tuple[int, ...]:
         """Over how many devices tensor parallelism can split the heads."""
@@ -152,10 +158,12 @@ class FitCheck:
             return None
         return Change(" and ".join(words), plan) if plan.fits else None
 
-    def _steps(self) -> list[_Step]:
+    def _steps(self, num_devices: int) -> list[_Step]:
         """Those that change no answer come first; how long texts may be comes last, so that it goes with what was changed before."""
         steps: list[_Step] = [self._more_memory, self._more_pool]
-        steps += [partial(self._split, number) for number in self.allowed_devices() if number & (number - 1) == 0 and number > 1]
+        more = (number for number in self.allowed_devices() if number > num_devices and number & (number - 1) == 0)
+        # Devices that are one machine's processors share its memory.
+        steps += [partial(self._split, num_devices, number) for number in more if self._room.takes_all]
         return [*steps, self._fewer_rows, self._in_bfloat16, _fp8_cache, self._shorter]
 
     def _more_memory(self, wish: _Wish) -> tuple[str, _Wish] | None:
@@ -173,8 +181,8 @@ class FitCheck:
         mib = -(-plan.least_bytes // 2**20)
         return f"--cache.memory {mib}MiB", _with_cache(wish, memory=mib * 2**20)
 
-    def _split(self, number: int, wish: _Wish) -> tuple[str, _Wish] | None:
-        if number <= wish.num_devices:
+    def _split(self, before: int, number: int, wish: _Wish) -> tuple[str, _Wish] | None:
+        if wish.num_devices > before:
             return None
         parallel = msgspec.structs.replace(wish.config.parallel, tensor_parallel_size=number)
         return f"--tensor-parallel-size {number}", _Wish(msgspec.structs.replace(wish.config, parallel=parallel), number)

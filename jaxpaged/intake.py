@@ -107,10 +107,8 @@ class Intake:
             InvalidRequestError: a malformed prompt or salt, or ids, parameters or priority out of range. (Lengths are checked by
                 `Scheduler.check_fits`.)
         """
-        if self._is_encoder and params is not EMBEDDING_PARAMS:
-            raise InvalidRequestError(
-                "The model is an encoder: it makes embeddings (LLM.embed, /v1/embeddings) and generates no text", param="model"
-            )
+        if params is not EMBEDDING_PARAMS:
+            self._check_generates()
         if request_id is not None:
             if not _is_id(request_id):
                 raise InvalidRequestError(f"request_id must be a text of 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
@@ -225,8 +223,9 @@ class Intake:
         Raises:
             ChatTemplateError: no template, malformed messages, or the template refuses them.
             ContextLengthError: too long for the context in any case; it is not tokenized then.
-            InvalidRequestError: half of a surrogate pair.
+            InvalidRequestError: half of a surrogate pair, or a model that generates no text.
         """
+        self._check_generates()
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise ChatTemplateError(
                 f"messages must be a list of objects with role and content, got {type(messages).__name__}", param="messages"
@@ -243,6 +242,12 @@ class Intake:
         texts = rendered.texts
         self._check_length(texts, "messages", num_ids=len(rendered.pieces) - len(texts))
         return self.tokenizer.encode_chat(rendered)
+
+    def _check_generates(self) -> None:
+        if self._is_encoder:
+            raise InvalidRequestError(
+                "The model is an encoder: it makes embeddings (LLM.embed, /v1/embeddings) and generates no text", param="model"
+            )
 
     def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -116,6 +116,10 @@ class PageManager:
                 tables[index].append(page)
         return tables
 
+    def num_hit_pages(self, token_ids: Sequence[int], prefix: PrefixChain) -> int:
+        """Pages that `match` would find now; none is taken."""
+        return self._longest_hit(token_ids, prefix) if self.enable_prefix_caching else 0
+
     def allocate(self, num_pages: int) -> list[int] | None:
         """Gives out `num_pages` private pages, recycling idle cached ones when the free ones run out.
 

@@ -32,6 +32,7 @@ CEILINGS = {
     "paged_decode": {"registers": 232, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
     "paged_prefill": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
     "combine_parts": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024},
+    "write_tokens": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024},
 }
 """What no budget may exceed."""
 
@@ -132,8 +133,8 @@ class Compiler:
         from jax.experimental.mosaic.gpu import core
 
         topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
-        self._mesh = topologies.make_mesh(topology, (1,), ("x",))
-        self._sharding = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
+        self.mesh = topologies.make_mesh(topology, (1,), ("x",))
+        self._sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         self._core = core
 
     def shape(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -156,7 +157,7 @@ class Compiler:
 
         self._core._launch = noted
         try:
-            with captured_output() as output, jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            with captured_output() as output, jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 jax.jit(function).lower(**operands).compile()
                 output.seek(0)
                 text = output.read()
@@ -247,6 +248,24 @@ def compile_case(compiler: Compiler, case: CompileCase, num_seqs: int = 32, num_
     return compiler.compile(run, operands)
 
 
+def compile_write(compiler: Compiler, case: CompileCase, num_tokens: int = 32, num_pages: int = 2048, num_layers: int = 4) -> list[Report]:
+    """Compiles the write of one layer's keys and values into a stacked pool, the layer being data."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.kv_write import kv_write
+
+    pool = compiler.shape((num_layers, num_pages, case.kv_heads, case.page_size, case.head_dim), jnp.dtype(case.page_dtype))
+    new = compiler.shape((num_tokens, case.kv_heads, case.head_dim), jnp.dtype(case.dtype))
+    angles = compiler.shape((num_tokens, case.head_dim // 2), jnp.float32)
+    places = compiler.shape((num_tokens,), jnp.int32)
+    operands = {
+        "q": compiler.shape((num_tokens, case.heads, case.head_dim), jnp.dtype(case.dtype)),
+        **{"k": new, "v": new, "k_pages": pool, "v_pages": pool, "cos": angles, "sin": angles},
+        **{"write_pages": places, "write_offsets": places, "layer": compiler.shape((), jnp.int32)},
+    }
+    return compiler.compile(functools.partial(kv_write, implementation="mosaic_gpu"), operands)
+
+
 def prepare_environment() -> dict[str, str]:
     """Settings that jax and its plugin read when they are loaded; returns the devices that can be compiled for."""
     packages = next(Path(path) for path in sys.path if (Path(path) / "jax_plugins" / "xla_cuda13").is_dir())
@@ -288,7 +307,7 @@ def main() -> int:
             "paged_decode": mosaic_decode.in_flight_bytes(case.head_dim, *dtypes),
             "paged_prefill": mosaic_prefill.in_flight_bytes(case.head_dim, *dtypes),
         }
-        for report in compile_case(compiler, case):
+        for report in (*compile_case(compiler, case), *compile_write(compiler, case)):
             own = in_flight.get(report.kernel, 0)
             print(
                 f"{name:6} {report.kernel:14} {report.registers:9} {report.spilled_bytes:7} {report.shared_bytes:7} {own:9}"

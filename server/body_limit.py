@@ -67,7 +67,7 @@ class BodyLayer:
             part: bytes = message.get("body", b"")
             size += len(part)
             if size > self._max_body:
-                raise self._too_large("more")
+                raise self._too_large(f"{size} or more")
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)

@@ -173,14 +173,14 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # answered as a plain request: nothing else is spoken here
         if self._is_in_head and self._head_bytes > self._options.max_header_size and not self._is_refused:
-            self._refuse(self._head_too_large("more"))
+            self._refuse(self._head_too_large(f"{self._head_bytes} or more"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header is there."""
         super().on_header(name, value)
         if len(self.headers) > self._options.max_headers:
             self._refusal = HeadersTooLargeError(
-                f"a request may have {self._options.max_headers} headers at most (server.max_headers), got more"
+                f"a request may have {self._options.max_headers} headers at most (server.max_headers), got {len(self.headers)} or more"
             )
             raise self._refusal
 

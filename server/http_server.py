@@ -12,6 +12,7 @@ from jaxpaged.config import LimitsConfig, ServerConfig
 from server.asgi_types import App
 from server.http_protocol import HttpProtocol
 from server.ledger import Ledger
+from server.listeners import BACKLOG
 from server.request_ids import RequestIds
 
 CLOSE_TIMEOUT_S = 0.5
@@ -74,6 +75,10 @@ class HttpServer(uvicorn.Server):
             await loop.create_server(self._connection, sock=listener, ssl=self._tls, ssl_handshake_timeout=timeout_s)
             for listener in self._sockets
         ]
+        # The loop has just said 100, and of a burst of more connections the rest would be lost in the system. What it is told itself
+        # is also how often it tries to accept at a time, out of descriptors as well.
+        for listener in self._sockets:
+            listener.listen(BACKLOG)
         self.started = True
         self.is_listening.set()
 

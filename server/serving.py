@@ -40,10 +40,11 @@ from server.watchdog import EXIT_STATUS, LOCK_GRACE_S, TELL_S, TICK_S, Watchdog
 LOG: Final = logging.getLogger("jaxpaged.server")
 POLL_S = 0.02
 END_TIMEOUT_S = 4.0
-"""After the drain the process ends within this time and `FLUSH_S`, whatever hangs; below is what its steps may take."""
+"""After the drain the process ends within this time and `FLUSH_S`, whatever hangs."""
 TELL_REST_S = 1.0
-"""Time for those that are told that there is no more time."""
-CLOSE_ENGINE_S = 1.0
+"""Of it: time for those that are told that there is no more time."""
+CLOSE_ENGINE_S = 3.0
+"""Of it, at most: for the engine to give its memory back."""
 FLUSH_S = 0.5
 
 type MakeEngine = Callable[[Config, Sequence[Sink]], EngineClient]
@@ -235,7 +236,7 @@ class Serving:
     def _end_in_time(self) -> None:
         """A supervisor waits for so long and then kills; whatever still hangs by then is not worth it."""
         time.sleep(END_TIMEOUT_S)
-        self._leave_at_once(0)
+        self._leave_unclosed()
 
     def unlink_sockets(self) -> None:
         """Removes the names of unix sockets, by which they were bound; their sockets may be closed."""
@@ -248,14 +249,19 @@ class Serving:
         self._watchdog.stop()
         engine = self._service.engine
         if engine is None:
-            self._leave_at_once(0)
+            self._leave_unclosed()
             return 0
         closing = threading.Thread(target=engine.close, name="jaxpaged-close", daemon=True)
         closing.start()
         closing.join(CLOSE_ENGINE_S)
         if closing.is_alive():
-            self._leave_at_once(0)
+            self._leave_unclosed()
         return 0
+
+    def _leave_unclosed(self) -> None:
+        """The engine does not say that it has stopped: it hangs, is slow, or is not there yet."""
+        self._service.emit(events.EngineStopped(time_s=self._service.clocks.wall()))
+        self._leave_at_once(0)
 
 
 def _say_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

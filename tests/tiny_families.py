@@ -185,12 +185,29 @@ def write_tiny_family(
     return tensors
 
 
+def _as_in_gpt_oss(tensors: Tensors) -> Tensors:
+    """Experts with outputs before inputs, gate and up each in its own tensor, as llama.cpp's converter leaves them."""
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            stored[f"{name}.weight" if name.endswith("sinks") else name] = tensor
+            continue
+        stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+        turned = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+        if stem.endswith("gate_up_proj"):
+            for offset, part in enumerate(("gate_proj", "up_proj")):
+                stored[f"{stem.removesuffix('gate_up_proj')}{part}.{kind}"] = np.ascontiguousarray(turned[:, offset::2])
+        else:
+            stored[f"{stem}.{kind}"] = np.ascontiguousarray(turned)
+    return stored
+
+
 def _experts_together(tensors: Tensors) -> Tensors:
     """`experts.3.w1` and its like as one tensor `experts.w1`, as llama.cpp's converter joins them."""
     joined: dict[str, Any] = {}
     for name, tensor in tensors.items():
         stem, found, rest = name.partition(".experts.")
-        if found:
+        if found and rest[0].isdecimal():
             joined.setdefault(f"{stem}.experts.{rest.split('.', 1)[1]}", []).append(tensor)
         else:
             joined[name] = tensor
@@ -364,12 +381,10 @@ def write_family_gguf(
             writer.add_uint32(name, value)
         else:
             writer.add_float32(name, value)
-    for name, tensor in _experts_together(tensors).items():
-        stored = tensor
-        if architecture == "llama" and "q_proj" in name:
-            stored = permute_rotary_rows(tensor, heads)
-        elif architecture == "llama" and "k_proj" in name:
-            stored = permute_rotary_rows(tensor, kv_heads)
+    for name, tensor in _experts_together(_as_in_gpt_oss(tensors) if architecture == "gpt-oss" else tensors).items():
+        stored = np.squeeze(tensor)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            stored = permute_rotary_rows(tensor, heads if "q_proj" in name else kv_heads)
         elif architecture.startswith("gemma") and "norm" in name:
             stored = tensor + np.float32(1)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -77,11 +77,11 @@ def request_of(job: Job) -> Request:
     return Request(request_id=job.name, prompt_token_ids=job.prompt, params=params, seed=0, arrival_s=time.monotonic())
 
 
-def work_of(engine: Any, started: EngineStarted, jobs: Sequence[Job]) -> Work:
+def work_of(started: EngineStarted, jobs: Sequence[Job]) -> Work:
     """What a workload asks of the hardware at least."""
     return Work(
         weight_bytes=started.weight_bytes,
-        kv_bytes_per_token=started.pool_bytes // (engine.runner.num_pages * started.page_size),
+        kv_bytes_per_token=started.pool_bytes // (started.num_pages * started.page_size),
         dtype=started.dtype,
         num_parallel=min(len(jobs), started.max_num_seqs),
         lengths=[(len(job.prompt), job.num_output) for job in jobs],

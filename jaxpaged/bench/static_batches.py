@@ -224,7 +224,7 @@ def compare(model: str, count: int = 64, *, rate: float | None = None, seed: int
     facts = StartFacts()
     probe = start_engine(Config(model=ModelConfig(model=model), log=LogConfig(level="error")), (facts,)).engine
     assert facts.started is not None
-    bytes_per_token = facts.started.pool_bytes // (probe.runner.num_pages * probe.runner.page_size)
+    bytes_per_token = facts.started.pool_bytes // (facts.started.num_pages * facts.started.page_size)
     probe.close()
 
     # Memory for one static batch of the longest prompts and answers, and the engine gets the same.

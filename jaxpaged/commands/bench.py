@@ -138,6 +138,11 @@ def _jobs(args: argparse.Namespace, vocab_size: int) -> "list[Job]":
     return arriving(jobs, rate, burstiness=1.0 if args.burstiness is None else args.burstiness, seed=seed)
 
 
+def _vocab_size(llm: Any) -> int:
+    """Ids of the tokenizer; a model may have some more, which mean nothing."""
+    return int(llm.get_tokenizer().vocab_size)
+
+
 def _percentiles(args: argparse.Namespace) -> list[float]:
     words = (args.metric_percentiles or "99").split(",")
     try:
@@ -178,7 +183,7 @@ def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
     with running_engine(config, lambda config, sinks: make(config, (*sinks, facts))) as running:
         engine: Any = running.llm.engine  # type: ignore[attr-defined]
         assert facts.started is not None
-        jobs = _jobs(args, engine.runner.vocab)
+        jobs = _jobs(args, _vocab_size(running.llm))
         in_process.check_fits(jobs, facts.started.max_model_len)
         machine = floor.measure(facts.started.dtype, config.cpu.threads)
         for index in range(1 if args.num_warmups is None else args.num_warmups):
@@ -189,7 +194,7 @@ def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
         with _bar(len(jobs)) as on_done:
             outcomes = in_process.run(engine, jobs, on_done=on_done)
         seconds = time.perf_counter() - begun_s
-        least_s = floor.least_seconds(in_process.work_of(engine, facts.started, jobs), machine)
+        least_s = floor.least_seconds(in_process.work_of(facts.started, jobs), machine)
         extra = {
             "model": facts.started.model,
             "dtype": facts.started.dtype,
@@ -224,7 +229,7 @@ def _latency(args: argparse.Namespace, make: MakeEngine) -> Measured:
     with running_engine(terminal_config(args), lambda config, sinks: make(config, (*sinks, facts))) as running:
         engine: Any = running.llm.engine  # type: ignore[attr-defined]
         assert facts.started is not None
-        jobs, took_s = _jobs(args, engine.runner.vocab), []
+        jobs, took_s = _jobs(args, _vocab_size(running.llm)), []
         in_process.check_fits(jobs, facts.started.max_model_len)
         num_warmups = 1 if args.num_warmups is None else args.num_warmups
         for index in range(num_warmups + num_runs):

@@ -107,8 +107,14 @@ def open_checkpoint(files: "ModelFiles", *, load_format: str = "auto") -> Checkp
 def _open(files: "ModelFiles") -> Checkpoint:
     if files.kind == "gguf":
         from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
+        from jaxpaged.loading.joined_experts import joined_experts
 
-        return GgufCheckpoint(files.path)
+        gguf = GgufCheckpoint(files.path)
+        try:
+            return joined_experts(gguf) if gguf.has_joined_experts else gguf
+        except BaseException:
+            gguf.close()
+            raise
     from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
     return SafetensorsCheckpoint(files.path)

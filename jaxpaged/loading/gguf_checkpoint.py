@@ -54,6 +54,11 @@ class GgufCheckpoint:
             raise
         self.tensors = {name: StoredTensor(tensor.shape, np.dtype(np.float32)) for name, tensor in self._tensors.items()}
 
+    @property
+    def has_joined_experts(self) -> bool:
+        """See `gguf_config.GgufArchitecture`."""
+        return self._architecture.has_joined_experts
+
     def names(self) -> set[str]:
         return set(self.tensors)
 
@@ -162,7 +167,12 @@ def _hf_names(path: Path, architecture: GgufArchitecture, tensors: Mapping[str, 
     due = tensors.keys() - set(ROPE_TENSORS)
     if twice := due - {tensor.name for tensor in named.values()}:
         raise CheckpointError(f"{path} has {some_of(twice)} under two names")
-    return named
+    return {name: _as_row(tensor) if name.endswith("shared_expert_gate.weight") else tensor for name, tensor in named.items()}
+
+
+def _as_row(tensor: GgufTensor) -> GgufTensor:
+    """The converter drops axes of one."""
+    return tensor._replace(shape=(1, *tensor.shape)) if len(tensor.shape) == 1 else tensor
 
 
 def _one_for_each_expert(path: Path, hf_name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:

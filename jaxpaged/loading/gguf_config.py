@@ -27,6 +27,8 @@ class GgufArchitecture(NamedTuple):
     0: there is none.
     `mixture`: takes the architecture's place in a file that counts experts.
     `are_shares_renormalized`: whether the shares of a token's experts add up to 1, which files do not say.
+    `has_joined_experts`: whether gate and up of the experts are one tensor in Hugging Face's files; see `loading.joined_experts`.
+    `is_scaling_rounded`: whether yarn's borders are whole dimensions, which files do not say.
     """
 
     hf_architecture: str
@@ -38,6 +40,8 @@ class GgufArchitecture(NamedTuple):
     layers_scaled_by_width: int = 0
     mixture: "GgufArchitecture | None" = None
     are_shares_renormalized: bool = True
+    has_joined_experts: bool = False
+    is_scaling_rounded: bool = True
 
 
 NAMES: Mapping[str, str] = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
@@ -69,6 +73,12 @@ _SOFT_CAPS: Mapping[str, str] = MappingProxyType(
 )
 
 _EXPERTS: Mapping[str, str] = MappingProxyType({"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"})
+_SHARED: Mapping[str, str] = MappingProxyType(
+    {
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    }
+)
 
 
 def _mixture_names(router: str, experts: str, names: Mapping[str, str]) -> Mapping[str, str]:
@@ -110,6 +120,21 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "phi3": GgufArchitecture(
             "Phi3ForCausalLM",
             {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        ),
+        "qwen2moe": GgufArchitecture(
+            "Qwen2MoeForCausalLM", {**_mixture_names("mlp.gate", "mlp.experts", _EXPERTS), **_SHARED}, are_shares_renormalized=False
+        ),
+        "gpt-oss": GgufArchitecture(
+            "GptOssForCausalLM",
+            {
+                **{name: hf_name for name, hf_name in _LAYER_NAMES.items() if name.startswith("attn")},
+                "attn_sinks": "self_attn.sinks",
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_inp": "mlp.router",
+                **{name: f"mlp.experts.{hf_name}" for name, hf_name in _EXPERTS.items()},
+            },
+            has_joined_experts=True,
+            is_scaling_rounded=False,
         ),
         "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
         "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", {**_mixture_names("mlp.gate", "mlp.experts", _EXPERTS), **_QK_NORMS}),
@@ -218,6 +243,10 @@ def read_hf_config(
             "moe_intermediate_size": metadata.get(f"{prefix}.expert_feed_forward_length", int, config["intermediate_size"]),
             "norm_topk_prob": architecture.are_shares_renormalized,
         }
+        if metadata.has(shared := f"{prefix}.expert_shared_feed_forward_length"):
+            config["shared_expert_intermediate_size"] = metadata.get(shared, int)
+    if config["rope_scaling"] is not None and not architecture.is_scaling_rounded:
+        config["rope_scaling"]["truncate"] = False
     if metadata.has(pattern := f"{prefix}.attention.sliding_window_pattern"):
         config["sliding_window_pattern"] = metadata.get(pattern, int)
     for key, hf_key in architecture.hf_keys.items():

@@ -374,7 +374,9 @@ def decode(
     # The group's tables are found by row, so that they are never copied out of all groups' tables.
     num_groups, num_seqs, max_pages = page_tables.shape
     work = work._replace(seqs=work.seqs.at[:, SEQ].add(group * num_seqs))
-    page_tables = page_tables.reshape(num_groups * num_seqs, max_pages)
+    # Page numbers are not negative: this makes an array of what is a slice of the packed step, which would keep the kernel out of the
+    # step's command buffer.
+    page_tables = jnp.maximum(page_tables.reshape(num_groups * num_seqs, max_pages), 0)
 
     def padded(x: Array) -> Array:  # [.., num_heads, ..] -> [.., num_kv_heads, rows, ..]
         return jnp.pad(x, ((0, 0), (0, shape.rows - heads_per_kv_head), *((0, 0) for _ in x.shape[2:])))

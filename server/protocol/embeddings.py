@@ -13,6 +13,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):

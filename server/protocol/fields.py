@@ -95,6 +95,8 @@ _LATER: Final = (
     *_idle("request_id session_id", "labels: the header x-request-id names a request"),
 )
 
+_NO_FURTHER_TURNS: Final = _refused("instructions previous_response_id", "a part of /v1/responses: give all messages")
+
 CHAT: Final = (
     *_served("model messages"),
     *_own("max_completion_tokens", "over the context: refused; none: up to the end of the context"),
@@ -105,7 +107,8 @@ CHAT: Final = (
     *_own("chat_template_kwargs", "variables of the chat template"),
     *_ACCOUNTS,
     *_idle("store", "answers of /v1/chat/completions are not stored"),
-    *_idle("parallel_tool_calls verbosity prediction"),
+    *_idle("parallel_tool_calls prediction"),
+    *_refused("verbosity", "answers are as long as the model makes them", "medium"),
     *_idle("include_reasoning", "reasoning is not served yet"),
     *_refused("tools functions", "tools are not served yet"),
     *_refused("tool_choice function_call", "tools are not served yet", "none", "auto"),
@@ -117,6 +120,10 @@ CHAT: Final = (
     *_refused("documents", "not served"),
     *_refused("echo", "not served for conversations", False),
     *_refused("add_special_tokens", "the chat template writes them", False),
+    *_refused("max_output_tokens", "it is called max_completion_tokens here"),
+    *_refused("prompt input continuation", "a conversation is given as messages"),
+    *_refused("include", "log-probabilities are asked for with logprobs and top_logprobs"),
+    *_NO_FURTHER_TURNS,
     *_LATER,
 )
 
@@ -133,6 +140,14 @@ COMPLETIONS: Final = (
     *_refused("tools functions", "completions have no tools"),
     *_refused("tool_choice function_call", "completions have no tools", "none", "auto"),
     *_refused("reasoning_effort", "reasoning is not served yet", "none"),
+    *_refused("verbosity", "answers are as long as the model makes them", "medium"),
+    *_refused("max_completion_tokens max_output_tokens", "it is called max_tokens here"),
+    *_refused("top_logprobs", "it is called logprobs here, and is a number", 0),
+    *_refused("messages input continuation", "what is to be continued is given as prompt"),
+    *_refused("chat_template_kwargs", "prompts are not laid out by the chat template"),
+    *_refused("add_generation_prompt continue_final_message", "prompts are not laid out by the chat template", False),
+    *_refused("include", "log-probabilities are asked for with logprobs"),
+    *_NO_FURTHER_TURNS,
     *_LATER,
 )
 
@@ -140,6 +155,9 @@ EMBEDDINGS: Final = (
     *_served("input model encoding_format"),
     *_own("priority", "lower goes first"),
     *_idle("user request_id"),
+    *_own("cache_salt", "only requests with the same salt share cached pages"),
+    *_refused("messages", "inputs are texts or token ids"),
+    *_refused("truncation_side", "inputs are cut at their beginning", "left"),
     *_refused("dimensions", "vectors have the model's own width"),
     *_refused("normalize", "vectors have length 1", True),
     *_refused("add_special_tokens", "inputs are tokenized as prompts are", True),
@@ -173,7 +191,23 @@ RESPONSES: Final = (
     *_refused("stop seed logit_bias", "not a field of responses: /v1/chat/completions takes it"),
     *_refused("presence_penalty frequency_penalty", "not a field of responses: /v1/chat/completions takes it", 0, 0.0),
     *_refused("repetition_penalty", "not a field of responses: /v1/chat/completions takes it", 1, 1.0),
-    *_refused("chat_template_kwargs", "not a field of responses: /v1/chat/completions takes it"),
+    *_refused(
+        "chat_template_kwargs stop_token_ids allowed_token_ids bad_words prompt_logprobs stream_interval truncate_prompt_tokens",
+        "not a field of responses: /v1/chat/completions takes it",
+    ),
+    *_refused("n best_of length_penalty", "not a field of responses: /v1/chat/completions takes it", 1, 1.0),
+    *_refused("min_tokens", "not a field of responses: /v1/chat/completions takes it", 0),
+    *_refused(
+        "ignore_eos include_stop_str_in_output use_beam_search echo continue_final_message timings return_token_ids "
+        "return_tokens_as_token_ids add_special_tokens",
+        "not a field of responses: /v1/chat/completions takes it",
+        False,
+    ),
+    *_refused("skip_special_tokens add_generation_prompt", "not a field of responses: /v1/chat/completions takes it", True),
+    *_refused("max_tokens max_completion_tokens", "it is called max_output_tokens here"),
+    *_refused("messages continuation", "what is to be answered is given as input"),
+    *_refused("logprobs", "log-probabilities are asked for with include and top_logprobs", False, 0),
+    *_refused("verbosity", "answers are as long as the model makes them", "medium"),
     *_refused("truncation", "what does not fit is refused", "disabled"),
     *_refused("prompt conversation context_management moderation", "not served"),
 )

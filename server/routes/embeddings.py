@@ -49,8 +49,9 @@ def embedding_routes(reception: Reception) -> list[HTTPRouteHandler]:
                 raise InvalidRequestError("input holds a text without a token: give at least one", param="input")
             check_length("input", many, "", None, engine.max_model_len)
             group, priority = QueueGroup(), asked.body.priority or 0
+            salt = {} if asked.body.cache_salt is None else {"cache_salt": asked.body.cache_salt}
             asking = [
-                engine.embed({"prompt_token_ids": ids}, request_id=request_name(asked.name, index), priority=priority, group=group)
+                engine.embed({"prompt_token_ids": ids, **salt}, request_id=request_name(asked.name, index), priority=priority, group=group)
                 for index, ids in enumerate(many)
             ]
             return many, await all_or_none(asking)

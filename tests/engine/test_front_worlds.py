@@ -84,8 +84,9 @@ def test_turn_worlds(first_seed: int, script_tokenizer: Tokenizer) -> None:
 
 @pytest.mark.tier("long", area="pages")
 @pytest.mark.timeout(1800)
-def test_many_turn_worlds(script_tokenizer: Tokenizer) -> None:
-    for seed in range(5_000):
+@pytest.mark.parametrize("first_seed", range(0, 5_000, LONG_WORLDS_PER_TEST))
+def test_many_turn_worlds(first_seed: int, script_tokenizer: Tokenizer) -> None:
+    for seed in range(first_seed, first_seed + LONG_WORLDS_PER_TEST):
         simulate_turns(seed, script_tokenizer)
 
 

@@ -94,8 +94,22 @@ def attempt(path: Path, size: int) -> str:
     return outcome
 
 
+MANY_SEEDS = range(4, 24)
+"""With 50 files each, of two formats: 2,000."""
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_gguf(tmp_path: Path, seed: int) -> None:
+    check_gguf(tmp_path, seed)
+
+
+@pytest.mark.tier("long", area="models")
+@pytest.mark.parametrize("seed", MANY_SEEDS)
+def test_many_damaged_gguf_files(tmp_path: Path, seed: int) -> None:
+    check_gguf(tmp_path, seed)
+
+
+def check_gguf(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, weight_type="Q4_1", embedding_type="Q8_0", **SIZES)
     content = path.read_bytes()
@@ -112,6 +126,16 @@ def test_damaged_gguf(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_safetensors(tmp_path: Path, seed: int) -> None:
+    check_safetensors(tmp_path, seed)
+
+
+@pytest.mark.tier("long", area="models")
+@pytest.mark.parametrize("seed", MANY_SEEDS)
+def test_many_damaged_safetensors_files(tmp_path: Path, seed: int) -> None:
+    check_safetensors(tmp_path, seed)
+
+
+def check_safetensors(tmp_path: Path, seed: int) -> None:
     write_tiny_llama(tmp_path, **SIZES, has_tokenizer=False)
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()

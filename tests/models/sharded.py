@@ -155,8 +155,8 @@ def mixtures(folder: Path, *, meshes: dict[str, list[dict[str, int]]]) -> Iterat
             "qkv_bias": True,
         },
     }
-    for name, options in makers.items():
-        write_tiny_family(folder / name, vocab_size=131, **options)
+    for name in meshes:
+        write_tiny_family(folder / name, vocab_size=131, **makers[name])
         made = Made.of(folder / name)
         for axes in meshes[name]:
             yield f"{name} " + " ".join(f"{axis}{count}" for axis, count in axes.items()), made.over(**axes)
@@ -179,26 +179,32 @@ PARAMS = [
 ]
 
 
-def engines(folder: Path, *, tensors: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The whole engine, sampler and scheduler and all: what it answers, and the collectives in its program."""
+def engines(folder: Path, *, meshes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The whole engine, sampler and scheduler and all: what it answers, also after a sleep, and the collectives in its programs."""
     write_tiny_llama(folder, **LLAMA, kv_heads=2)
     config = tiny_config(folder, programs="", token_buckets=(BUCKET,), max_num_batched_tokens=BUCKET)
-    for tensor in tensors:
-        parallel = ParallelConfig(tensor_parallel_size=tensor)
-        with LLM(config=msgspec.structs.replace(config, parallel=parallel), sinks=[]) as llm:
+    for axes in meshes:
+        file = folder / "mesh.yaml"
+        file.write_text(json.dumps({"axes": axes}))
+        with LLM(config=msgspec.structs.replace(config, parallel=ParallelConfig(mesh=str(file))), sinks=[]) as llm:
             outputs = [llm.generate(PROMPTS, PARAMS, use_tqdm=False) for _ in range(2)]
-            runner = llm.engine.runner
-            ids = [[list(output.outputs[0].token_ids) for output in several] for several in outputs]
-            results = [np.asarray(shard.data).tolist() for shard in runner.run(*idle(runner)).ids.addressable_shards]
+            replicas = llm.engine.engines if "data" in axes else [llm.engine]
+            num_cached = [engine.pages.num_cached_idle for engine in replicas]
+            llm.sleep(level=1)
+            llm.wake_up()
+            outputs.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+            runners = [engine.runner for engine in replicas]
+            shards = [runner.run(*idle(runner)).ids.addressable_shards for runner in runners]
+            results = [np.asarray(shard.data).tolist() for own in shards for shard in own]
             yield (
-                f"engine tensor{tensor}",
+                "engine " + " ".join(f"{axis}{count}" for axis, count in axes.items()),
                 {
-                    "ids": ids,
-                    "collectives": collectives(runner.programs[runner.layouts[0]].as_text()),
-                    "layers": LLAMA["layers"],
-                    "num_compiled_while_running": runner.num_compiled_while_running,
+                    "ids": [[list(output.outputs[0].token_ids) for output in several] for several in outputs],
+                    "collectives": [collectives(runner.programs[runner.layouts[0]].as_text()) for runner in runners],
+                    "num_compiled_while_running": sum(runner.num_compiled_while_running for runner in runners),
                     "devices_agree": all(result == results[0] for result in results),
-                    "num_devices": len(results),
+                    "devices": [[shard.device.id for shard in own] for own in shards],
+                    "num_cached": num_cached,
                 },
             )
 
@@ -228,23 +234,30 @@ def collectives(hlo: str) -> list[dict[str, str]]:
 GATE_MESHES = {
     "gemma3": {"tensor": 2},
     "qwen": {"tensor": 3},
+    "mixtral": {"tensor": 6},
     "olmo2": {"tensor": 6},
     "gptoss": {"tensor": 6},
 }
-"""One mesh for each family that is not Llama's file, by the names of the shared suite; mixtures and bert have meshes of their own."""
+"""One mesh for each family that is not Llama's file, by the names of the shared suite; qwen2moe and bert have meshes of their own."""
+
+
+LONG_ENGINES = [
+    *({"tensor": tensor} for tensor in (2, 4, 8)),
+    *({"data": data, "tensor": tensor} for data, tensor in ((2, 1), (4, 1), (2, 2), (4, 2))),
+]
 
 
 def cases(part: str, folder: Path) -> Iterator[tuple[str, Any]]:
     if part == "gate":
-        yield from llamas(folder, sizes={8: (8,), 2: (2, 4), 1: (8,)})
+        yield from llamas(folder, sizes={2: (2, 4), 1: (8,)})
         yield from prime_llama(folder, tensors=(4,))
-        yield from mixtures(folder, meshes={"mixtral": [{"expert": 2}, {"expert": 4}], "qwen2moe": [{"tensor": 2, "expert": 4}]})
+        yield from mixtures(folder, meshes={"qwen2moe": [{"expert": 2}, {"tensor": 2, "expert": 4}]})
         yield from encoders(folder / "bert", tensors=(3,))
         for case in FAMILY_CASES:
             if case.name in GATE_MESHES:
                 axes = GATE_MESHES[case.name]
                 yield f"family {case.name}", against_golden(folder / f"family-{case.name}", case, **axes)
-        yield from engines(folder / "engine", tensors=(1, 4))
+        yield from engines(folder / "engine", meshes=[{"tensor": 1}, {"data": 2, "tensor": 4}])
         return
     yield from llamas(folder, sizes=dict.fromkeys((8, 4, 2, 1), (1, 2, 4, 8)))
     yield from prime_llama(folder, tensors=(2, 3, 4, 6))
@@ -255,7 +268,7 @@ def cases(part: str, folder: Path) -> Iterator[tuple[str, Any]]:
         for tensor in (1, 2, 3) if case.name == "llama" else (1, 2, 3, 6):
             if case.name != "llama" or tensor != 2:
                 yield f"family {case.name} tensor{tensor}", against_golden(folder / f"{case.name}-{tensor}", case, tensor=tensor)
-    yield from engines(folder / "engine", tensors=(1, 2, 4, 8))
+    yield from engines(folder / "engine", meshes=[{"tensor": 1}, *LONG_ENGINES])
 
 
 if __name__ == "__main__":

@@ -65,12 +65,12 @@ def check_engines(results: dict[str, Any]) -> None:
     first = answers.pop("engine tensor1")
     assert len(answers) >= 1
     assert all(len(ids) == 12 for ids in first[0])
-    assert first[0] == first[1]
+    assert first[0] == first[1] == first[2]
     assert {name: ids for name, ids in answers.items() if ids != first} == {}
 
 
 def test_ids_over_a_mesh_are_those_of_one_device(gate: dict[str, Any]) -> None:
-    assert check_compared(gate) >= 13
+    assert check_compared(gate) >= 12
 
 
 def test_every_family_is_run_over_a_mesh(gate: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def test_every_family_is_run_over_a_mesh(gate: dict[str, Any]) -> None:
     assert [family for family, names in files.items() if not names & run] == []
 
 
-@pytest.mark.parametrize("name", ["llama kv8 tensor8", "llama kv2 tensor4", "llama kv1 tensor8", "llama prime tensor4"])
+@pytest.mark.parametrize("name", ["llama kv2 tensor4", "llama kv1 tensor8", "llama prime tensor4"])
 def test_each_device_holds_its_share(gate: dict[str, Any], name: str) -> None:
     """Heads, feed-forward blocks and vocabulary are dealt out; key heads and their pages as far as there are enough of them."""
     sizes = sizes_of(name)
@@ -93,22 +93,26 @@ def test_each_device_holds_its_share(gate: dict[str, Any], name: str) -> None:
 
 
 def test_experts_are_dealt_out(gate: dict[str, Any]) -> None:
-    shares = [gate[f"mixtral expert{count}"]["share"] for count in (2, 4)]
-    assert shares[1] < shares[0] < 0.8
+    assert gate["qwen2moe expert2"]["share"] < 0.8
+    assert gate["qwen2moe tensor2 expert4"]["share"] < 0.4
 
 
 def test_answers_over_a_mesh_are_those_of_one_device(gate: dict[str, Any]) -> None:
-    """Through scheduler, sampler, prefix cache and log-probabilities; greedy, drawn, and shaped by penalties and biases."""
+    """Through scheduler, sampler, prefix cache, a sleep and two copies of the model; greedy, drawn, and shaped by penalties and biases."""
     check_engines(gate)
 
 
+def test_copies_have_devices_and_pages_of_their_own(gate: dict[str, Any]) -> None:
+    assert gate["engine data2 tensor4"]["devices"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert all(number > 0 for number in gate["engine data2 tensor4"]["num_cached"])
+
+
 def test_all_devices_choose_the_same_ids(gate: dict[str, Any]) -> None:
-    assert gate["engine tensor4"]["num_devices"] == 4
-    assert gate["engine tensor4"]["devices_agree"]
+    assert gate["engine data2 tensor4"]["devices_agree"]
 
 
 def test_nothing_is_compiled_while_a_mesh_serves(gate: dict[str, Any]) -> None:
-    assert gate["engine tensor4"]["num_compiled_while_running"] == 0
+    assert gate["engine data2 tensor4"]["num_compiled_while_running"] == 0
 
 
 def test_the_devices_talk_as_little_as_they_can(gate: dict[str, Any]) -> None:
@@ -116,11 +120,11 @@ def test_the_devices_talk_as_little_as_they_can(gate: dict[str, Any]) -> None:
 
     Log-probabilities of prompts are asked for now and then: the logits for them are gathered in a branch of their own.
     """
-    assert gate["engine tensor1"]["collectives"] == []
-    found = Counter((one["kind"], one["place"]) for one in gate["engine tensor4"]["collectives"])
-    assert found == {("all-reduce", "body"): 2, ("all-reduce", "step"): 1, ("all-gather", "step"): 1, ("all-gather", "branch"): 1}
-    rows = [one["shape"] for one in gate["engine tensor4"]["collectives"] if one["kind"] == "all-gather" and one["place"] == "step"]
-    assert rows == ["f32[8,296]"]
+    assert gate["engine tensor1"]["collectives"] == [[]]
+    for collectives in gate["engine data2 tensor4"]["collectives"]:
+        found = Counter((one["kind"], one["place"]) for one in collectives)
+        assert found == {("all-reduce", "body"): 2, ("all-reduce", "step"): 1, ("all-gather", "step"): 1, ("all-gather", "branch"): 1}
+        assert [one["shape"] for one in collectives if (one["kind"], one["place"]) == ("all-gather", "step")] == ["f32[8,296]"]
 
 
 @LONG

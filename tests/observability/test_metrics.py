@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -115,7 +116,7 @@ def test_what_steps_and_requests_add_up_to() -> None:
     assert values["requests_rejected_total", "queue_full"] == 1
     assert values["kv_pages", "free"] == 1000 - 452 - 20
     assert values["max_num_seqs",] == 32
-    assert values["engine_info", "smollm2-135m", "float32", "cpu", ""] == 1
+    assert values["engine_info", "smollm2-135m", "float32", "cpu", "", ""] == 1
 
 
 def test_who_waited_and_came_in_is_counted_as_none() -> None:
@@ -191,7 +192,7 @@ def test_classes_are_fine_enough_to_see_a_millisecond_and_hold_vllms_bounds() ->
 
 
 def test_10000_hostile_names_make_no_series() -> None:
-    sink = filled()
+    sink, answered = filled(), whole_run()[-1]
     before = {(s.name, *sorted(s.labels.items())) for family in told(sink).values() for s in family.samples}
     for number in range(10_000):
         name = f'x{number}"}}\n# HELP evil {{id="{number}"}} \\ \x1b[31m' + "y" * (number % 7)
@@ -199,6 +200,7 @@ def test_10000_hostile_names_make_no_series() -> None:
         sink(scheduled(name))
         sink(events.RequestFirstToken(time_s=START_S, request_id=name, ttft_s=0.1))
         sink(finished(name, message=name))
+        sink(msgspec.structs.replace(answered, request_id=name, answer_id=name, body=name))
     after = {(s.name, *sorted(s.labels.items())) for family in told(sink).values() for s in family.samples}
     assert after == before
     assert len(after) < 1500

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import LiveServer
+from jaxpaged import events
+from jaxpaged.tokenizer import Tokenizer
+from tests.server.live import LiveServer, live_server
 
 pytestmark = pytest.mark.jax
 
@@ -187,6 +189,41 @@ def test_stops_and_their_reasons(server: LiveServer) -> None:
     by_id = server.complete("stop here", max_tokens=12, stop_token_ids=[ids[3]]).json["choices"][0]
     assert (by_id["text"], by_id["stop_reason"]) == (text[: ids.index(ids[3])], ids[3])
     assert server.complete("stop here", max_tokens=12, stop=[]).text == text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score"])
+def test_a_tenant_of_another_salt_finds_nothing_and_computes_as_much(chat_tokenizer: Tokenizer, path: str) -> None:
+    """What would be told by time (CVE-2025-46570): steps, tokens and scheduled work are those of the first tenant, whoever asked before."""
+    text = "two words and more of them " * 8
+    given: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": text, "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+        "/v1/responses": {"input": text, "max_output_tokens": 1},
+        "/v1/score": {"prompt": text, "continuation": "x"},
+    }
+
+    with live_server(chat_tokenizer) as server:
+
+        def work(salt: str | None) -> tuple[list[tuple[int, ...]], list[int]]:
+            """Tokens of each step that one request takes, and what it found in the cache."""
+            num_steps, num_scheduled = len(server.log.of(events.StepFinished)), len(server.log.of(events.RequestScheduled))
+            assert server.post(path, {**given[path], "temperature": 0} | ({} if salt is None else {"cache_salt": salt})).status == 200
+            server.after_check()
+            steps = [(step.num_tokens, step.num_prefill_tokens, step.num_seqs) for step in server.log.of(events.StepFinished)[num_steps:]]
+            return steps, [event.num_cached_tokens for event in server.log.of(events.RequestScheduled)[num_scheduled:]]
+
+        first = work("first tenant")
+        assert first[1] == [0]
+        assert sum(tokens for tokens, _, _ in first[0]) > 100
+        assert work("second tenant") == first, "the second tenant sees that somebody has asked this before"
+        assert work(None) == first, "who has no salt sees it"
+        for salt in ("first tenant", "second tenant", None):
+            again = work(salt)
+            assert again[1][0] >= 96, "the salt's own pages are shared"
+            assert sum(tokens for tokens, _, _ in again[0]) < sum(tokens for tokens, _, _ in first[0])
+        usage = server.post(path, {**given[path], "cache_salt": "a third"}).json["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {"cached_tokens": 0}
+        assert details["cached_tokens"] == 0
 
 
 def test_cached_tokens_are_told_and_a_salt_keeps_them_apart(server: LiveServer) -> None:

@@ -81,12 +81,6 @@ def test_scores_are_those_of_the_engine(server: LiveServer) -> None:
     assert texts[0]["token_logprobs"] == pytest.approx(echoed[1:])
 
 
-def test_as_many_inputs_as_openai_takes(server: LiveServer) -> None:
-    data = server.post("/v1/embeddings", {"input": [[5 + index % 200] for index in range(2048)]}).json["data"]
-    assert [item["index"] for item in data] == list(range(2048))
-    assert data[7]["embedding"] == vector_of([12])
-
-
 @pytest.mark.parametrize(
     "fields",
     [

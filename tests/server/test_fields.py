@@ -79,6 +79,16 @@ def test_every_field_of_vllm_has_a_row(path: str) -> None:
     assert set(VLLM[path].split()) - {field.name for field in TABLES[path]} == set()
 
 
+TEXTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_what_another_endpoint_serves_is_not_ignored(path: str) -> None:
+    """Who mistakes the name of a field, or the path, gets another answer than he asked for; `encoding_format` changes no text."""
+    others = {field.name for other, table in TABLES.items() for field in table if field.use is Use.SERVED and not other.startswith("/tok")}
+    assert others - {field.name for field in TABLES[path]} - {"encoding_format", "tokens"} == set()
+
+
 @pytest.mark.parametrize("path", TABLES)
 def test_a_field_has_one_row(path: str) -> None:
     names = [field.name for field in TABLES[path]]

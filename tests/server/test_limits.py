@@ -1,6 +1,5 @@
-"""Every limit on what a request may ask for: served at the limit, refused one over it, at once, with field, number and limit."""
+"""Limits that are set otherwise than by default, and their page; `test_limits_as_they_are.py` has the defaults."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +30,9 @@ def messages(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": ""}] * number
 
 
-SMALL = LimitsConfig(max_messages=20, max_answers=100)
-"""As by default, but for what would not fit in the context of the test's engine or take seconds."""
-
-CASES = [
-    (TEXT, "n", 64, 65, "limits.max_n", lambda number: {"n": number}),
-    (CHAT, "n", 64, 65, "limits.max_n", lambda number: {"n": number}),
-    (TEXT, "prompt", 100, 257, "limits.max_prompts", lambda number: {"prompt": ["x"] * number}),
-    (TEXT, "n", 50, 51, "limits.max_answers", lambda number: {"prompt": ["x"] * number, "n": 2}),
-    (CHAT, "messages", 20, 21, "limits.max_messages", lambda number: {"messages": messages(number)}),
-    (TEXT, "stop", 16, 17, "limits.max_stop", lambda number: {"stop": ["zz"] * number}),
-    (CHAT, "stop", 512, 513, "limits.max_stop_chars", lambda number: {"stop": "z" * number}),
-    (TEXT, "stop_token_ids", 128, 129, "limits.max_stop_token_ids", lambda number: {"stop_token_ids": list(range(number))}),
-    (CHAT, "logit_bias", 303, 1025, "limits.max_logit_bias", lambda number: {"logit_bias": {str(i): 0 for i in range(number)}}),
-    (TEXT, "logprobs", 20, 21, "sampling.max_logprobs", lambda number: {"logprobs": number}),
-    (CHAT, "top_logprobs", 20, 21, "sampling.max_logprobs", lambda number: {"logprobs": True, "top_logprobs": number}),
-]
-
-
 @pytest.fixture(scope="module")
 def limited_module_server(chat_tokenizer: Tokenizer) -> Any:
-    config = Config(log=LogConfig(level="error"), limits=SMALL, server=ServerConfig(max_body=200_000))
+    config = Config(log=LogConfig(level="error"), server=ServerConfig(max_body=200_000))
     with live_server(chat_tokenizer, config=config) as server:
         yield server
 
@@ -60,21 +41,6 @@ def limited_module_server(chat_tokenizer: Tokenizer) -> Any:
 def limited(limited_module_server: LiveServer) -> Any:
     yield limited_module_server
     limited_module_server.after_check()
-
-
-@pytest.mark.parametrize(("path", "field", "at", "over", "option", "make"), CASES, ids=[f"{case[4]}-{case[0]}" for case in CASES])
-def test_at_the_limit_and_over_it(limited: LiveServer, path: str, field: str, at: int, over: int, option: str, make: Any) -> None:
-    assert limited.post(path, body_of(path, **make(at))).status == 200
-    cheapest_s = 1.0
-    for _ in range(3):
-        begun_s = time.process_time()
-        reply = limited.post(path, body_of(path, **make(over)))
-        cheapest_s = min(cheapest_s, time.process_time() - begun_s)
-        assert reply.status == 400
-        assert reply.error["param"] == field
-        assert option in reply.error["message"]
-        assert any(str(number) in reply.error["message"] for number in (over, 2 * over))
-    assert cheapest_s < 0.05, "seconds of the processor, which others cannot take away; the client's are among them"
 
 
 def test_limits_can_be_lowered(chat_tokenizer: Tokenizer) -> None:

@@ -1,5 +1,6 @@
 """Ports, the admin socket and certificates: what cannot be had is said in one sentence, before a model is looked at."""
 
+import errno
 import os
 import socket
 import ssl
@@ -61,6 +62,36 @@ def test_urls(host: str, url: str) -> None:
     assert url_of(sockets[0], is_tls=False).startswith(url)
     assert url_of(sockets[0], is_tls=True).startswith("https://")
     close_all(sockets)
+
+
+def test_a_port_that_only_root_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O-61; tests may be run by root, so the system's answer is given here."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(
+        ConfigError, match="cannot listen on port 80 of 127.0.0.1: this user may not listen there; choose a port from 1024 up"
+    ):
+        bind_port("127.0.0.1", 80)
+
+
+def test_an_address_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O-61; with or without IPv6 on this machine."""
+    bound: list[object] = []
+    monkeypatch.setattr(socket.socket, "bind", lambda _, address: bound.append(address))
+    monkeypatch.setattr(socket.socket, "listen", lambda *_: None)
+    sockets = bind_port("::1", 8000)
+    assert bound == [("::1", 8000, 0, 0)]
+    assert [listener.family for listener in sockets] == [socket.AF_INET6]
+    close_all(sockets)
+
+    class Bound:
+        def getsockname(self) -> tuple[str, int, int, int]:
+            return "::1", 8000, 0, 0
+
+    assert url_of(Bound(), is_tls=False) == "http://[::1]:8000"  # type: ignore[arg-type]
 
 
 def test_the_admin_socket_is_its_owners_alone(tmp_path: Path) -> None:

@@ -143,6 +143,19 @@ def test_a_stuck_engine_ends_the_process(tmp_path: Path) -> None:
         assert served.members() == []
 
 
+def test_a_step_that_hangs_does_not_hold_the_end_up(tmp_path: Path) -> None:
+    """Told to stop while it is stuck and nobody knows yet: the client is told, and the process ends before a supervisor would kill it."""
+    arguments = ("--server.drain-timeout-s", "0.2")
+    with served_process(tmp_path, *arguments, SCRIPTED_FAULT="hang", SCRIPTED_FAULT_STEP="10", **SLOW) as served:
+        served.wait_ready()
+        stream = served.stream(400)
+        served.signal(signal.SIGTERM)
+        assert b'"code":"server_draining"' in stream.read().body
+        assert served.status(30) == 0, "the watchdog would end it with 70 after a minute"
+        assert served.err.rstrip().endswith("stopped")
+        check_clean(served)
+
+
 def test_a_step_that_holds_the_interpreter_lock_ends_the_process(tmp_path: Path) -> None:
     arguments = ("--server.watchdog-s", "1")
     with served_process(tmp_path, *arguments, SCRIPTED_FAULT="lock", SCRIPTED_FAULT_STEP="10", SCRIPTED_LOCK_GRACE_S="1", **SLOW) as served:

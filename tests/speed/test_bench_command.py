@@ -11,8 +11,10 @@ from jaxpaged.bench import floor
 from jaxpaged.commands import bench
 from jaxpaged.config import Config
 from jaxpaged.events import Sink
+from jaxpaged.tokenizer import Tokenizer
 from tests.cli.scripted_engine import Result, run_cli
 from tests.server.scripted_llm import script_runner, start_scripted
+from tests.text.vocabularies import byte_level
 
 
 class ScriptedLlm:
@@ -20,6 +22,9 @@ class ScriptedLlm:
 
     def __init__(self, config: Config, sinks: Sequence[Sink]) -> None:
         self.engine: Any = start_scripted(config, sinks, make_runner=script_runner).engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        return byte_level()
 
     def close(self) -> None:
         self.engine.close()

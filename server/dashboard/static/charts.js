@@ -41,7 +41,7 @@ class Chart {
     this.area = svg("path", { class: "area" });
     this.lines = plan.series.map((_, i) => svg("path", { class: `line s${i}` }));
     this.rule = svg("line", { class: "rule", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-    this.nothing = svg("text", { class: "nothing", "text-anchor": "middle", visibility: "hidden", y: (HEIGHT - BOTTOM + TOP) / 2 }, "nothing yet");
+    this.nothing = svg("text", { class: "nothing", "text-anchor": "middle", visibility: "hidden", y: (HEIGHT - BOTTOM + TOP) / 2 - 10 }, "nothing yet");
     this.ticks = [0, 0.5, 1].map(() => {
       const line = svg("line", {});
       const label = svg("text", { "text-anchor": "end", x: LEFT - 8 });
