@@ -18,7 +18,13 @@ from pallas_kernels.kv_write.cases import CASES, Case, make
 pytestmark = [pytest.mark.jax]
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
-CI_CASES = [pytest.param(case, id=case.name) for case in CASES if case.tags == ("ci",)]
+QUICK = ("primes", "not_turned", "too_large_for_fp8")
+"""Of the cases for XLA, those that `make test` runs."""
+XLA_CASES = [
+    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.tier("kernels"))
+    for case in CASES
+    if case.tags == ("ci",)
+]
 FIRST_CASES = [pytest.param(case, id=case.name) for case in CASES if "gpu_first" in case.tags]
 OTHER_CASES = [pytest.param(case, id=case.name) for case in CASES if "gpu" in case.tags and "gpu_first" not in case.tags]
 H200 = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -45,7 +51,7 @@ def check(case: Case, operands: dict[str, Any], got: Any) -> None:
     assert np.isnan(wanted[1].astype(np.float32)).sum() == wanted[1].size - case.num_tokens * case.kv_heads * case.head_dim
 
 
-@pytest.mark.parametrize("case", CI_CASES)
+@pytest.mark.parametrize("case", XLA_CASES)
 def test_xla_equals_the_reference(case: Case) -> None:
     operands = make(case)
     run = jax.jit(functools.partial(kv_write, implementation="xla"))
