@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint test-kernels compile-gpu test-system test-min-jax test-long lock wheel clean setup setup-dev
+.PHONY: help demo test test-fast lint test-kernels compile-gpu test-system test-min-jax test-long lock wheel gpu-bundle clean setup setup-dev
 
 # Any of these locks will do, and what .venv already holds is kept. DEVICE=cuda12 or DEVICE=cuda13 asks for jax with an NVIDIA GPU.
 ifneq ($(filter-out cuda12 cuda13,$(DEVICE)),)
@@ -66,6 +66,9 @@ lock: ## requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
 
 wheel: setup-dev ## dist/jaxpaged-*.whl
 	.venv/bin/python -m hatchling build -t wheel
+
+gpu-bundle: setup-dev ## dist/gpu-bundle: what scripts/gpu_check.py needs on a machine with a GPU where nothing can be installed
+	.venv/bin/python scripts/make_gpu_bundle.py
 
 clean: ## remove environments, caches and builds; pulled models stay
 	rm -rf .venv .venv-min-jax .venv-compile-gpu dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,6 +26,7 @@ Axes (every annotated array of the project uses these words and no others):
     top         likeliest ids of a row
     in          inputs of a linear map
     out         outputs of a linear map
+    half        bytes of packed pairs of 4-bit weights: half the inputs
     blob        numbers of a packed step
 
 Everything a step needs travels to the device as one int32 array, the blob (`StepPacker` fills it); the step program takes it

@@ -39,6 +39,7 @@ from jaxpaged.settings import StepLimits, decide_limits
 from jaxpaged.start import StartReport
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.traced_programs import TracedPrograms
+from pallas_kernels import native
 
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
@@ -71,6 +72,12 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if description.is_encoder:
         refuse_other_pooling(files.path)
         _check_whole_prompts(limits)
+    if facts.quantization is not None and mesh.num_devices > 1:
+        raise ConfigError(
+            f"quantization {facts.quantization!r} is served on one device so far, not over a mesh of {mesh.num_devices}; leave one of them "
+            "out",
+            param="model.quantization",
+        )
     replicas = _replicas(source.described, mesh)
     _check_pool(config, facts, limits, replicas[0])
     kernels = asked_kernels(config.kernels)
@@ -80,6 +87,8 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
     if room is not None and mesh.expert == 1 and mesh.table == TABLE:
         FitCheck(config, description, room).require(mesh.tensor)
     source.read_ahead()
+    if facts.quantization is not None and (missing := native.library().missing) is not None:
+        phase("load", f"CPU kernels are absent, XLA does their work: {missing}")
     phase("load", f"loading the tokenizer of {files.name}")
     tokenizer = Tokenizer.from_files(
         files,
@@ -183,6 +192,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             seconds=clocks.monotonic() - report.begun_s,
             num_programs=num_programs,
             platform=jax.default_backend(),
+            quantization=facts.quantization or "",
             attention=told.attention,
             kernels=told.kernels,
             kernels_refused=told.refused,

@@ -12,6 +12,8 @@ from msgspec import Meta
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 REDACTED = "***"
+QUANTIZATIONS = ("int8",)
+"""Values of `model.quantization` besides none."""
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -64,7 +66,10 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], _doc("dummy: random weights from the config alone, drawn from `seed`")
     ] = "auto"
-    quantization: Annotated[str | None, _doc("weight quantization; none so far, anything else is refused")] = None
+    quantization: Annotated[
+        str | None,
+        _doc("int8: weights of linear maps, embedding and head, with one scale an output channel; none: weights as `dtype` says"),
+    ] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0
     generation_config: Annotated[

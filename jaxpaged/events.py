@@ -39,7 +39,8 @@ class EngineStarted(_Event):
     """The engine is ready; every compilation after this is a bug and counted.
 
     `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `kernels` are an op and
-    its implementation each, `kernels_refused` say of the others why they were not taken.
+    its implementation each, `kernels_refused` say of the others why they were not taken. `quantization` is that of the weights, and empty
+    where they are not quantized.
     """
 
     model: str
@@ -57,6 +58,7 @@ class EngineStarted(_Event):
     attention: str = ""
     kernels: tuple[str, ...] = ()
     kernels_refused: tuple[str, ...] = ()
+    quantization: str = ""
 
 
 class RequestReceived(_Event):

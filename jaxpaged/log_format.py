@@ -244,7 +244,8 @@ def _plain_text(event: Event) -> tuple[Level, str]:
             )
         case events.EngineStarted():
             return Level.INFO, (
-                f"ready in {event.seconds:.1f} s: {clean(event.model, MAX_ID_CHARS)} in {clean(event.dtype, 32)}, "
+                f"ready in {event.seconds:.1f} s: {clean(event.model, MAX_ID_CHARS)} in {clean(event.dtype, 32)}"
+                f"{' with weights in ' + clean(event.quantization, 32) if event.quantization else ''}, "
                 f"weights {event.weight_bytes / 2**20:.0f} MiB, {counted(event.num_pages, 'page')} of {counted(event.page_size, 'token')} "
                 f"({event.pool_bytes / 2**20:.0f} MiB), {counted(event.num_programs, 'program')}; "
                 f"per step at most {counted(event.max_num_seqs, 'sequence')} "

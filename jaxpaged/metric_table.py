@@ -95,6 +95,7 @@ ENGINE_GAUGES = (
         "dtype",
         "platform",
         "attention",
+        "quantization",
     ),
 )
 

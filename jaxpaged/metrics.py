@@ -139,8 +139,8 @@ class EngineMetrics:
         self._set("jaxpaged_kv_pool_bytes", event.pool_bytes)
         self._set("jaxpaged_kv_page_tokens", event.page_size)
         self._set("jaxpaged_weight_bytes", event.weight_bytes)
-        labels = (("model", event.model), ("dtype", event.dtype), ("platform", event.platform), ("attention", event.attention))
-        self._set("jaxpaged_engine_info", 1, labels)
+        names = ("model", "dtype", "platform", "attention", "quantization")
+        self._set("jaxpaged_engine_info", 1, tuple((name, getattr(event, name)) for name in names))
 
     def _take_step(self, event: events.StepFinished) -> None:
         amounts = (

@@ -10,13 +10,15 @@ import msgspec
 import numpy as np
 
 from jaxpaged.config import ModelConfig
+from jaxpaged.errors import ConfigError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype
 from jaxpaged.loading.dummy import DummyCheckpoint, draw
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.model_config import eos_token_ids
 from jaxpaged.loading.orbax_checkpoint import OrbaxCheckpoint
+from jaxpaged.loading.quantize_weights import quantize_weights
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of, make_structure
-from jaxpaged.models import Family, find_architecture, load_family, make_config
+from jaxpaged.models import Architecture, Family, find_architecture, load_family, make_config
 from jaxpaged.parallel.cuts import ReplicaShape, cut_parameters
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.parameter_sizes import ParameterSize, parameter_sizes
@@ -87,14 +89,16 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
 
     Raises:
         CheckpointError: its config is malformed.
-        UnsupportedModelError: an architecture or variant that we do not run.
+        UnsupportedModelError: an architecture or variant that we do not run, or not with this quantization.
+        ConfigError: a quantization that this device does not run.
     """
     architecture = find_architecture(checkpoint.hf_config)
+    _refuse_quantization(config.quantization, architecture, is_gpu=is_gpu)
     hf_config = _hf_config(checkpoint, load_family(architecture))
     max_model_len = config.max_model_len if isinstance(config.max_model_len, int) else None
     dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
     description = ModelDescription(
-        facts=facts_of(make_config(architecture, hf_config, dtype, max_model_len)),
+        facts=facts_of(make_config(architecture, hf_config, dtype, max_model_len), config.quantization),
         hf_config=hf_config,
         max_model_len=max_model_len,
         generation_config=checkpoint.generation_config,
@@ -113,7 +117,7 @@ def with_structure(description: ModelDescription) -> DescribedModel:
     def structure() -> ModelStructure:
         architecture = find_architecture(description.hf_config)
         config = make_config(architecture, description.hf_config, description.facts.dtype, description.max_model_len)
-        return make_structure(load_family(architecture), config)
+        return make_structure(load_family(architecture), config, description.facts.quantization)
 
     return DescribedModel(description, structure)
 
@@ -149,20 +153,24 @@ def convert_weights(
     Raises:
         CheckpointError: tensors that are missing, cut, malformed or of the wrong shape; all of them at once.
     """
-    family, config, _, _, expected = described.structure()
+    structure = described.structure()
+    family, config = structure.family, structure.config
+    expected = structure.expected if structure.quantization is None else make_structure(family, config).expected
     if isinstance(checkpoint, DummyCheckpoint):
-        return draw(expected, seed)
-    if isinstance(checkpoint, OrbaxCheckpoint):
-        return checkpoint.read_parameters(expected, on_bytes=on_bytes)
-    return fill(
-        checkpoint,
-        family.WEIGHTS,
-        expected,
-        config.axis_sizes,
-        may_be_unread=_UNREAD,
-        num_threads=num_threads,
-        on_bytes=on_bytes,
-    )
+        arrays = draw(expected, seed)
+    elif isinstance(checkpoint, OrbaxCheckpoint):
+        arrays = checkpoint.read_parameters(expected, on_bytes=on_bytes)
+    else:
+        arrays = fill(
+            checkpoint,
+            family.WEIGHTS,
+            expected,
+            config.axis_sizes,
+            may_be_unread=_UNREAD,
+            num_threads=num_threads,
+            on_bytes=on_bytes,
+        )
+    return arrays if structure.quantization is None else quantize_weights(arrays, structure.expected)
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:
@@ -175,6 +183,15 @@ def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica:
         return LoadedModel(described.facts, described.structure, parts, replica)
     params = tuple(jax.device_put(arrays.pop(path), may_alias=True) for path in list(arrays))
     return LoadedModel(described.facts, described.structure, params)
+
+
+def _refuse_quantization(quantization: str | None, architecture: Architecture, *, is_gpu: bool) -> None:
+    if quantization is None:
+        return
+    if is_gpu:
+        raise ConfigError(f"quantization {quantization!r} is served on CPU alone so far; leave it out", param="model.quantization")
+    if quantization not in architecture.quantizations:
+        raise UnsupportedModelError(f"quantization {quantization!r} is not served for {architecture.models} yet; leave it out")
 
 
 def _hf_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ModelSource:
         self._load_format, self._seed = config.load_format, config.seed or 0
         self._ahead: concurrent.futures.Future[dict[str, np.ndarray] | None] | None = None
         self._kept = KeptModel(files, max_weight_bytes=0 if config.load_format == "dummy" else config.max_kept_weights)
-        options = (config.dtype, config.max_model_len, is_gpu)
+        options = (config.dtype, config.quantization, config.max_model_len, is_gpu)
         description = self._kept.read_description(ModelDescription, options)
         if description is None:
             with open_checkpoint(files, load_format=config.load_format) as checkpoint:
@@ -81,4 +81,5 @@ class ModelSource:
     @property
     def _weight_options(self) -> object:
         # Without the longest text: weights do not depend on it, although rotary positions may.
-        return (self.described.facts.dtype_name, msgspec.json.encode(self.described.description.hf_config))
+        facts = self.described.facts
+        return (facts.dtype_name, facts.quantization, msgspec.json.encode(self.described.description.hf_config))

@@ -18,6 +18,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         experts: of each layer; 1 where there is no mixture.
         dtype_name: type of weights and activations, as numpy calls it.
         words: the family's config in words, which tell its programs from all others.
+        quantization: of the weights of linear maps and embeddings; none: they have the type of activations.
     """
 
     vocab: int
@@ -30,10 +31,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     dtype_name: str
     words: str
+    quantization: str | None = None
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of weights and activations."""
+        """Type of activations, and of weights that are not quantized."""
         return np.dtype(self.dtype_name)
 
 
@@ -42,6 +44,7 @@ class ModelStructure(NamedTuple):
 
     Attributes:
         expected: parameter path -> shape and type, in the order of the leaves.
+        quantization: see `ModelFacts`.
     """
 
     family: Family
@@ -49,9 +52,10 @@ class ModelStructure(NamedTuple):
     graphdef: Any
     treedef: Any
     expected: dict[str, Any]
+    quantization: str | None = None
 
 
-def facts_of(config: Any) -> ModelFacts:
+def facts_of(config: Any, quantization: str | None = None) -> ModelFacts:
     """The facts in a family's `Config`."""
     return ModelFacts(
         vocab=config.vocab,
@@ -64,14 +68,21 @@ def facts_of(config: Any) -> ModelFacts:
         experts=config.axis_sizes.get("experts", 1),
         dtype_name=str(config.dtype),
         words=repr((type(config).__module__, config)),
+        quantization=quantization,
     )
 
 
-def make_structure(family: Family, config: Any) -> ModelStructure:
+def make_structure(family: Family, config: Any, quantization: str | None = None) -> ModelStructure:
     """Builds the module tree of shapes alone."""
     from flax import nnx  # late: a start that traces nothing needs none of it, and importing it takes half a second
 
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.Model(config)))
+    from jaxpaged.layers.quantized import quantized
+
+    def make() -> nnx.Module:
+        model = family.Model(config)
+        return model if quantization is None else quantized(model)
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     leaves, treedef = jax.tree.flatten(state)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    return ModelStructure(family, config, graphdef, treedef, dict(zip(paths, leaves, strict=True)))
+    return ModelStructure(family, config, graphdef, treedef, dict(zip(paths, leaves, strict=True)), quantization)

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from jaxpaged.config import ALIASES, Config
+from jaxpaged.config import ALIASES, QUANTIZATIONS, Config
 from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
 from jaxpaged.option_values import OptionType, read_type, read_value, shorten, to_yaml_value
@@ -156,9 +156,10 @@ def validate(config: Config) -> None:
         read_value(value_at(config, path), option.type, path=path, source=path)
     refusals = [
         (
-            config.model.quantization is not None,
+            config.model.quantization not in (None, *QUANTIZATIONS),
             "model.quantization",
-            f"quantization {config.model.quantization!r} is not served yet; leave it out (GGUF files are dequantized while loading)",
+            f"quantization {config.model.quantization!r} is not served yet, only {', '.join(QUANTIZATIONS)} is; leave it out (GGUF files "
+            "are dequantized while loading)",
         ),
         (
             config.model.trust_remote_code,

@@ -20,6 +20,7 @@ from jaxpaged.parallel.replica import Replica
 from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
+from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedKernelError
 
 
@@ -37,7 +38,7 @@ class LoadedModel(NamedTuple):
     @classmethod
     def of(cls, structure: ModelStructure, params: tuple[jax.Array, ...]) -> "LoadedModel":
         """A model whose structure is there already."""
-        return cls(facts_of(structure.config), lambda: structure, params)
+        return cls(facts_of(structure.config, structure.quantization), lambda: structure, params)
 
     @property
     def family(self) -> Any:
@@ -99,7 +100,9 @@ class StepProgram:
         )
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
-        self._fixed = (model.facts.words, cache_shape, num_ids, logprobs_mode)
+        # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
+        has_native = model.facts.quantization is not None and native.library().missing is None
+        self._fixed = (model.facts.words, model.facts.quantization, has_native, cache_shape, num_ids, logprobs_mode)
         self._traced, self._kernels = traced, kernels
 
     @property

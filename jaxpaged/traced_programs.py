@@ -19,6 +19,7 @@ from jax import export
 
 from jaxpaged.loading.disk import make_private_folder
 from jaxpaged.source_digest import source_digest
+from pallas_kernels import native
 from pallas_kernels.dispatch import Choice, selecting
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -66,9 +67,11 @@ class TracedPrograms:
         path = None if self._folder is None else self._folder / _file_name(f"{fixed}\0{sorted(kernels.items())}", args, donate)
         traced = None if path is None else _read(path)
         if traced is None:
+            # Custom calls of our own: their names are those of this code, which is in the file's name.
+            allowed = [export.DisabledSafetyCheck.custom_call(name) for name in native.TARGETS]
             with selecting(kernels) as choices:
                 # A function of its own: JAX would give back what `run` was traced to before, with other kernels.
-                program = export.export(jax.jit(lambda *args: run(*args), donate_argnums=donate))(*args)
+                program = export.export(jax.jit(lambda *args: run(*args), donate_argnums=donate), disabled_checks=allowed)(*args)
             traced = _Traced(program, frozenset(choices))
             if path is not None:
                 _write(path, traced)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, SchedulerConfig
 from jaxpaged.loading.model_config import settle
+from jaxpaged.loading.quantize_weights import quantize_weights
 from jaxpaged.model_loader import DTYPES
 from jaxpaged.model_runner import ModelRunner
 from jaxpaged.model_structure import make_structure
@@ -46,15 +47,18 @@ SMOLLM2 = {
 CONTEXT = 2048
 
 
-def random_model(dtype: str) -> LoadedModel:
+def random_model(dtype: str, quantization: str | None = None) -> LoadedModel:
     """SmolLM2-135M's architecture with random weights."""
     config = llama.Config.from_hf(settle(SMOLLM2, "the benchmark"), DTYPES[dtype], CONTEXT)
     structure = make_structure(llama, config)
     rng = np.random.default_rng(0)
-    params = tuple(
-        jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for leaf in structure.expected.values()
-    )
-    return LoadedModel.of(structure, params)
+    arrays = {
+        path: (rng.standard_normal(leaf.shape, dtype=np.float32) * 0.02).astype(leaf.dtype) for path, leaf in structure.expected.items()
+    }
+    if quantization is not None:
+        structure = make_structure(llama, config, quantization)
+        arrays = quantize_weights(arrays, structure.expected)
+    return LoadedModel.of(structure, tuple(map(jnp.asarray, arrays.values())))
 
 
 def runner_for(model: LoadedModel, buckets: tuple[int, ...], max_num_seqs: int) -> ModelRunner:

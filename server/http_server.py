@@ -71,11 +71,14 @@ class HttpServer(uvicorn.Server):
             raise RuntimeError("the app did not start; the log has the reason")
         loop = asyncio.get_running_loop()
         timeout_s = None if self._tls is None else self._options.header_timeout_s
-        # Without `backlog` the loop listens anew, for 100 connections at a time, and a burst of more is lost in the system.
         self.servers = [
-            await loop.create_server(self._connection, sock=listener, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=timeout_s)
+            await loop.create_server(self._connection, sock=listener, ssl=self._tls, ssl_handshake_timeout=timeout_s)
             for listener in self._sockets
         ]
+        # The loop has just said 100, and of a burst of more connections the rest would be lost in the system. What it is told itself
+        # is also how often it tries to accept at a time, out of descriptors as well.
+        for listener in self._sockets:
+            listener.listen(BACKLOG)
         self.started = True
         self.is_listening.set()
 

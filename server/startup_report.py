@@ -15,7 +15,7 @@ def memory_table(started: events.EngineStarted) -> list[str]:
     num_tokens = started.num_pages * started.page_size
     pages_of_longest = -(-started.max_model_len // started.page_size)
     rows = [
-        ("weights", f"{started.weight_bytes / MIB:,.1f} MiB ({started.dtype})"),
+        ("weights", f"{started.weight_bytes / MIB:,.1f} MiB ({started.quantization or started.dtype})"),
         ("page pool", f"{started.pool_bytes / MIB:,.1f} MiB"),
         ("pages", f"{started.num_pages:,} of {started.page_size} tokens"),
         ("tokens that fit", f"{num_tokens:,}"),

@@ -24,16 +24,20 @@ class Linear(nnx.Module):
         self.num_in = num_in
 
     def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-        mapped = matmul(x, self.weight[...])
+        mapped = self.sums(x)
         if self.cut_over:
             # In the type of the activations, which is half as much to send where that is bfloat16.
             mapped = add_up([(mapped.astype(x.dtype), self.cut_over)])
         return (mapped if self.bias is None else mapped + self.bias[...]).astype(x.dtype)
 
+    def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """The map of this device's inputs without its bias, in float32."""
+        return matmul(x, self.weight[...])
+
     def own_part(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """What this device's inputs give: to be added up over `cut_over`. There is no bias."""
         assert self.bias is None
-        return matmul(x, self.weight[...]).astype(x.dtype)
+        return self.sums(x).astype(x.dtype)
 
     @property
     def cut_over(self) -> tuple[str, ...]:
@@ -62,3 +66,7 @@ class Embedding(nnx.Module):
         else:
             rows = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """The table as a head: each row times each token's, in float32."""
+        return matmul(x, self.weight[...])

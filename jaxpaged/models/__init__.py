@@ -22,12 +22,14 @@ class Architecture(NamedTuple):
         models: what people call the models, for the README.
         traits: further arguments of the family's `Config.from_hf`: how these models differ from others of the family.
         is_encoder: whether a prompt is computed whole, each token seeing all of it, and embeddings are all that it makes.
+        quantizations: values of `model.quantization` that it runs with.
     """
 
     family: str
     models: str
     traits: Mapping[str, Any] = MappingProxyType({})
     is_encoder: bool = False
+    quantizations: tuple[str, ...] = ("int8",)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -39,14 +41,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2ForCausalLM": Architecture("llama", "Qwen 2, Qwen 2.5, QwQ", {"has_qkv_bias": True}),
         "Qwen3ForCausalLM": Architecture("llama", "Qwen 3", {"has_qk_norm": True}),
         "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", {"has_qk_norm": True, "are_norms_wide": True}),
-        "MixtralForCausalLM": Architecture("mixtral", "Mixtral 8x7B, 8x22B", {"is_mixture": True}),
-        "Qwen2MoeForCausalLM": Architecture("qwen_moe", "Qwen 1.5 MoE, Qwen 2 57B-A14B", {"has_qkv_bias": True, "is_mixture": True}),
-        "Qwen3MoeForCausalLM": Architecture(
-            "qwen_moe", "Qwen 3 30B-A3B, 235B-A22B; Qwen 3 Coder", {"has_qk_norm": True, "is_mixture": True}
+        "MixtralForCausalLM": Architecture("mixtral", "Mixtral 8x7B, 8x22B", {"is_mixture": True}, quantizations=()),
+        "Qwen2MoeForCausalLM": Architecture(
+            "qwen_moe", "Qwen 1.5 MoE, Qwen 2 57B-A14B", {"has_qkv_bias": True, "is_mixture": True}, quantizations=()
         ),
-        "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss 20B, 120B"),
+        "Qwen3MoeForCausalLM": Architecture(
+            "qwen_moe", "Qwen 3 30B-A3B, 235B-A22B; Qwen 3 Coder", {"has_qk_norm": True, "is_mixture": True}, quantizations=()
+        ),
+        "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss 20B, 120B", quantizations=()),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
-        "BertModel": Architecture("bert", "MiniLM and other sentence transformers (embeddings)", is_encoder=True),
+        "BertModel": Architecture("bert", "MiniLM and other sentence transformers (embeddings)", is_encoder=True, quantizations=()),
         "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),
         "Gemma3ForCausalLM": Architecture("gemma", "Gemma 3 (text: 270M, 1B, and others without their vision part)", {"has_qk_norm": True}),

@@ -17,7 +17,7 @@ from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.attention import Attention
 from jaxpaged.layers.kv_places import KVPlace, KVPlaces
-from jaxpaged.layers.linear import Embedding, Linear, matmul
+from jaxpaged.layers.linear import Embedding, Linear
 from jaxpaged.layers.mixture import Mixture
 from jaxpaged.layers.mlp import GatedMLP, known_activation
 from jaxpaged.layers.norm import RMSNorm
@@ -188,8 +188,8 @@ class Model(nnx.Module):
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Float32 logits of chosen rows."""
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return whole_rows(matmul(hidden, weight[...]), self.config.vocab)
+        head = self.embedding if self.head is None else self.head
+        return whole_rows(head.sums(hidden), self.config.vocab)
 
 
 WEIGHTS: dict[str, tuple[str, str]] = {

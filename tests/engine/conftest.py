@@ -24,7 +24,7 @@ from tests.text.vocabularies import byte_level
 from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import write_tiny_llama
 
-REAL_BUCKETS = (4, 32, 64)
+REAL_BUCKETS = (4, 32, 128)
 
 
 def live_bytes() -> int:
@@ -51,7 +51,7 @@ def programs(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def real_llm(smollm2_path: Path, programs: Path) -> Iterator[LLM]:
-    """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 64 tokens and 32 rows."""
+    """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 128 tokens and 32 rows."""
     config = Config(
         model=ModelConfig(model=str(smollm2_path), max_model_len=512),
         cache=CacheConfig(memory=192 * MIB),

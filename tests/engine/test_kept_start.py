@@ -106,9 +106,11 @@ def test_a_second_start_gives_the_same_bits_facts_and_answers(loads: Loads) -> N
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_on_a_cpu_the_mapped_file_is_the_devices_buffer(loads: Loads, tmp_path: Path, dtype: str) -> None:
-    first, second = loads.load(dtype=dtype), loads.load(dtype=dtype)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "float32", "quantization": "int8"}]
+)
+def test_on_a_cpu_the_mapped_file_is_the_devices_buffer(loads: Loads, tmp_path: Path, options: dict[str, str]) -> None:
+    first, second = loads.load(**options), loads.load(**options)
     assert loads.num_converted == 1
     assert weights(first) == weights(second)
     (kept,) = kept_files(tmp_path)
@@ -123,16 +125,19 @@ def test_another_dtype_and_another_model_are_converted(loads: Loads, tmp_path: P
     assert loads.num_converted == 2
     loads.load(dtype="float32", max_model_len=32)
     assert loads.num_converted == 2, "weights do not depend on the context"
+    quantized = loads.load(dtype="float32", quantization="int8")
+    assert loads.num_converted == 3
+    assert quantized.weight_bytes < 0.5 * loads.load(dtype="float32").weight_bytes
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in loads.folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     loads.folder = copy
     assert weights(loads.load(dtype="float32")) == first
-    assert loads.num_converted == 3
+    assert loads.num_converted == 4
     (copy / "config.json").write_bytes((copy / "config.json").read_bytes() + b"\n")
     loads.load(dtype="float32")
-    assert loads.num_converted == 4
+    assert loads.num_converted == 5
 
 
 def test_damaged_weights_are_converted_anew_and_mended(loads: Loads, tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
 """Several engines behind one door: who gets what, that answers are those of one engine, and that one failing ends all."""
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from jaxpaged import events
+from jaxpaged import async_llm, events
+from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxpaged.intake import Intake
 from jaxpaged.replicas import LoadSums, Replicas, pages_spoken_for
 from jaxpaged.request import Request, RequestOutput, SamplingParams
+from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.fakes import EventLog, FailingRunner, Runner, ScriptRunner, free_talk
+from tests.scripted_client import QUIET
 
 pytestmark = pytest.mark.jax
 
@@ -218,3 +223,30 @@ def test_a_pause_is_everybodys(script_tokenizer: Tokenizer, mode: Any) -> None:
     door.engine.reset_prefix_cache()
     assert (door.engine.pages.num_cached_idle, door.engine.pages.num_in_use) == (0, 0)
     assert [event.state for event in door.events.of(events.HealthChanged)][-2:] == ["paused", "ready"]
+
+
+def test_tasks_are_served_by_all(script_tokenizer: Tokenizer) -> None:
+    """Through `AsyncLLM`, as the server calls it: answers, a pause, the map of the pool, the end."""
+    prompts = [[10 + index] * (5 + index) for index in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    alone = Door(script_tokenizer, 1)
+    for index, prompt in enumerate(prompts):
+        alone.add(prompt, str(index), max_tokens=9)
+    alone.run()
+    door = Door(script_tokenizer, 2)
+    with mock.patch.object(async_llm, "start_engine", return_value=Started(door.engine, door.intake)):
+        client = AsyncLLM(config=QUIET, sinks=[])
+
+    async def work() -> list[list[int]]:
+        generations = [client.generate({"prompt_token_ids": prompt}, params) for prompt in prompts]
+        outputs = await asyncio.gather(*generations)
+        await client.pause_generation()
+        assert await client.is_paused()
+        await client.resume_generation()
+        assert (await client.pool_copy()).num_usable == 2 * 59
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with client:
+        assert asyncio.run(work()) == [alone.answers[str(index)] for index in range(6)]
+    assert all(runner.histories for runner in door.runners)
+    assert [runner.num_closed for runner in door.runners] == [1, 1]

@@ -1,8 +1,5 @@
 """What `scripts/compile_step.py` makes of XLA's words; and a stack of layers is unrolled for a GPU, where a loop would copy weights."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +9,10 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxpaged.layers.stack import make_stack, run_stack
+from tests.kernels.loaded_script import load_script
 
 pytestmark = [pytest.mark.jax]
 
-ROOT = Path(__file__).parents[2]
 LAYER = """
     001: kCustomKernel [source] norm
     002: kCustomCall   [source] kCustomCall
@@ -34,18 +31,7 @@ LAYER = """
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The script, as it is when it is run: its folder is on the path."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        spec = importlib.util.spec_from_file_location("compile_step", ROOT / "scripts" / "compile_step.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-    return module
+    return load_script("compile_step")
 
 
 def test_kernels_of_a_layer_and_what_is_outside_are_counted(script: Any) -> None:

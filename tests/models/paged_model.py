@@ -34,14 +34,18 @@ PAGE_SIZE = 16
 MAX_SEQS = 8
 
 
-def load(path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto") -> LoadedModel:
+def load(
+    path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto", quantization: str | None = None
+) -> LoadedModel:
     """The model in a folder or file, as the engine loads it on a CPU."""
-    return load_described(path, describe(path, dtype, max_model_len=max_model_len))
+    return load_described(path, describe(path, dtype, max_model_len=max_model_len, quantization=quantization))
 
 
-def describe(path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto") -> DescribedModel:
+def describe(
+    path: Path, dtype: str = "float32", *, max_model_len: int | Literal["auto"] = "auto", quantization: str | None = None
+) -> DescribedModel:
     """What the model is; its structure is traced once, however often it is loaded."""
-    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len)
+    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len, quantization=quantization)
     with open_checkpoint(resolve(config)) as checkpoint:
         return describe_model(config, checkpoint, is_gpu=False)
 

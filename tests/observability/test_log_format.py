@@ -217,6 +217,7 @@ def test_ready_says_what_runs() -> None:
         "ready in 4.3 s: org/na\\nme in float32, weights 513 MiB, 728 pages of 16 tokens (512 MiB), 9 programs; "
         "per step at most 32 sequences and 512 tokens; context 8192 tokens",
     )
+    assert "org/na\\nme in float32 with weights in int8, weights 513 MiB, " in only(msgspec.structs.replace(event, quantization="int8"))[1]
     kernels = {"kernels": ("paged_attention xla", "kv_write xla"), "kernels_refused": ("paged_attention mosaic_gpu: it needs\na GPU",)}
     on_cpu = msgspec.structs.replace(event, platform="cpu", **kernels)
     assert only(on_cpu)[1].endswith("context 8192 tokens; kernels: paged_attention xla, kv_write xla")

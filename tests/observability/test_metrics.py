@@ -116,7 +116,7 @@ def test_what_steps_and_requests_add_up_to() -> None:
     assert values["requests_rejected_total", "queue_full"] == 1
     assert values["kv_pages", "free"] == 1000 - 452 - 20
     assert values["max_num_seqs",] == 32
-    assert values["engine_info", "smollm2-135m", "float32", "cpu", ""] == 1
+    assert values["engine_info", "smollm2-135m", "float32", "cpu", "", ""] == 1
 
 
 def test_who_waited_and_came_in_is_counted_as_none() -> None:

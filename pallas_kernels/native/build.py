@@ -1,0 +1,112 @@
+"""Compiles the CPU kernels, `*/cpu.cc` of this package, into one library beside this file.
+
+    python pallas_kernels/native/build.py
+
+Needs a C++17 compiler (`$CXX`, c++, g++ or clang++) and the headers that come with jaxlib; imports nothing but the standard library.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent.parent
+BUILT = Path(__file__).parent / "built"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+# GCC 12's partial redundancy elimination moves accumulators of the inner loops out of registers.
+GCC_FLAGS = ("-fno-tree-pre",)
+TIMEOUT_S = 300
+
+
+class Library(NamedTuple):
+    """The library, or why there is none. Just one of the two is set."""
+
+    path: Path | None
+    missing: str | None
+
+
+def sources() -> list[Path]:
+    """What is compiled and what it includes, in a fixed order."""
+    return sorted((*PACKAGE.glob("*/*.cc"), *PACKAGE.glob("*/*.h")))
+
+
+def library_path() -> Path:
+    """Where the library of these sources, this jaxlib and this kind of processor is, or would be."""
+    digest = hashlib.sha256(repr((FLAGS, GCC_FLAGS, platform.machine(), sys.platform, _jaxlib_version())).encode())
+    for source in sources():
+        digest.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
+    return BUILT / f"kernels-{digest.hexdigest()[:16]}.so"
+
+
+def find_or_build() -> Library:
+    """The library, compiled now if nobody has; several processes may do so at once."""
+    path = library_path()
+    if path.is_file():
+        return Library(path, None)
+    found, headers = compiler(), _headers()
+    if found is None:
+        return Library(None, "no C++ compiler was found")
+    if headers is None:
+        return Library(None, "jaxlib's headers were not found")
+    try:
+        BUILT.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+            made = Path(folder) / path.name
+            _compile(found, headers, made)
+            os.replace(made, path)
+    except OSError as error:
+        return Library(None, f"the library cannot be written: {error}")
+    except subprocess.SubprocessError as error:
+        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        return Library(None, f"{found} failed: {next((line for line in told if 'error' in line), told[-1] if told else '')}")
+    for older in BUILT.glob("kernels-*.so"):
+        if older != path:
+            with contextlib.suppress(OSError):
+                older.unlink()
+    return Library(path, None)
+
+
+def _compile(compiler: str, headers: Path, made: Path) -> None:
+    is_gcc = "clang" not in subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+    units = [str(source) for source in sources() if source.suffix == ".cc" and source.name == "cpu.cc"]
+    command = [compiler, *FLAGS, *(GCC_FLAGS if is_gcc else ()), "-isystem", str(headers), *units, "-o", str(made)]
+    subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+
+
+def compiler() -> str | None:
+    """The C++ compiler's path."""
+    wanted = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, (wanted,) if wanted else ("c++", "g++", "clang++"))), None)
+
+
+def _headers() -> Path | None:
+    """The folder that jaxlib's `xla/ffi/api/ffi.h` is in."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent / "include"
+    return folder if (folder / "xla" / "ffi" / "api" / "ffi.h").is_file() else None
+
+
+def _jaxlib_version() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("jaxlib")
+    return ""
+
+
+def main() -> None:
+    """Compiles, and says what came of it; without a compiler that is no failure."""
+    library = find_or_build()
+    print(f"CPU kernels: {library.missing or library.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Quantized matmul written to be believed: the matrix as what its numbers stand for, times rows as what theirs do, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.quantized_matmul.quantize import quantize_rows
+from pallas_kernels.quantized_matmul.weights import LOW_LEVELS, Fp8Weights, Int4Weights, Int8Weights
+
+
+def quantized_matmul(
+    x: Float[Array, "rows in"],
+    weights: Int8Weights | Int4Weights | Fp8Weights,
+    *,
+    layer: int | Int32[Array, ""] | None,
+) -> Float[Array, "rows out"]:
+    """The contract of `pallas_kernels.quantized_matmul`."""
+    if layer is not None:
+        weights = jax.tree.map(lambda stacked: stacked[layer], weights)
+    rows = x.astype(jnp.float32)
+    if isinstance(weights, Int8Weights):
+        high, low, scales = quantize_rows(x)
+        rows = (high.astype(jnp.float32) * LOW_LEVELS + low) * scales[:, None]
+    return jnp.einsum("ri,oi->ro", rows, dequantize(weights), precision=jax.lax.Precision.HIGHEST)
+
+
+def dequantize(weights: Int8Weights | Int4Weights | Fp8Weights) -> Float[Array, "out in"]:
+    """One matrix in float32."""
+    if not isinstance(weights, Int4Weights):
+        return jnp.asarray(weights.values).astype(jnp.float32) * weights.scales[:, None]
+    pairs = jnp.asarray(weights.values)
+    nibbles = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(pairs.shape[0], -1).astype(jnp.float32)
+    size = nibbles.shape[1] // weights.scales.shape[1]
+    return (nibbles - jnp.repeat(weights.zeros, size, axis=1)) * jnp.repeat(weights.scales, size, axis=1)

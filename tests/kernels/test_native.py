@@ -1,0 +1,101 @@
+"""The library of CPU kernels: how it comes about, what becomes of a start without one, and the kernels under sanitizers."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.native import build
+
+pytestmark = pytest.mark.jax
+
+ROOT = Path(__file__).parent.parent.parent
+DRIVER = Path(__file__).parent / "native" / "driver.cc"
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for libraries that holds none yet."""
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    return tmp_path / "built"
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_a_compiler_there_is_no_library(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert build.find_or_build() == build.Library(None, "no C++ compiler was found")
+    assert not own_folder.exists()
+
+
+def test_a_compiler_that_fails_is_told_by_its_error(own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = script(tmp_path / "c++", 'test "$1" = --version || { echo "cpu.cc:1: error: no" >&2; echo more >&2; exit 1; }')
+    monkeypatch.setenv("CXX", failing)
+    assert build.find_or_build() == build.Library(None, f"{failing} failed: cpu.cc:1: error: no")
+    assert list(own_folder.iterdir()) == []
+
+
+def test_a_library_is_compiled_once_and_replaces_older_ones(own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    made = f'test "$1" = --version || {{ echo x >> {log}; while [ "$1" != -o ]; do shift; done; echo library > "$2"; }}'
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", made))
+    own_folder.mkdir()
+    older = own_folder / "kernels-0123.so"
+    older.touch()
+    first, second = build.find_or_build(), build.find_or_build()
+    assert first == second == build.Library(build.library_path(), None)
+    assert [path.name for path in own_folder.iterdir()] == [build.library_path().name]
+    assert log.read_text() == "x\n"
+
+
+def test_a_folder_that_cannot_be_made_is_told(own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "BUILT", tmp_path / "file" / "built")
+    (tmp_path / "file").touch()
+    found = build.find_or_build()
+    assert found.path is None
+    assert found.missing is not None
+    assert found.missing.startswith(("the library cannot be written", "no C++ compiler"))
+
+
+def test_any_change_of_a_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    for name in ("op/cpu.cc", "op/work.h"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(name)
+    monkeypatch.setattr(build, "PACKAGE", package)
+    names = [build.library_path()]
+    for name in ("op/cpu.cc", "op/work.h"):
+        (package / name).write_text(f"{name} changed")
+        names.append(build.library_path())
+    assert len(set(names)) == 3
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    return {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
+
+
+@pytest.mark.tier("kernels")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+    compiler = build.compiler()
+    assert compiler is not None, "make test-kernels needs a C++ compiler"
+    program = tmp_path / "driver"
+    flags = ["-std=c++17", "-O1", "-g", "-w", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-pthread"]
+    subprocess.run([compiler, *flags, str(DRIVER), "-o", str(program)], check=True, timeout=250)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=250, check=False, env=_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all equal" in done.stdout
+
+
+def test_compiling_needs_nothing_but_the_standard_library() -> None:
+    """Set-up runs it as a file, before anything of the project is imported."""
+    code = f"import runpy, sys; runpy.run_path({str(ROOT / 'pallas_kernels/native/build.py')!r}); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-I", "-c", code], timeout=60, check=False).returncode == 0
