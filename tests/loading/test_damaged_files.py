@@ -15,8 +15,9 @@ from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.model_config import has_mxfp4
 from jaxpaged.loading.mxfp4 import dequantized
 from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
+from tests.family_gguf import write_family_gguf
 from tests.loading.tiny_table import TABLE, axis_sizes, expected
-from tests.tiny_families import write_family_gguf, write_tiny_family
+from tests.tiny_families import write_tiny_family
 from tests.tiny_model import write_tiny_gguf, write_tiny_llama
 
 MIB = 2**20

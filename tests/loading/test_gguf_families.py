@@ -9,8 +9,9 @@ import pytest
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.gguf_config import ARCHITECTURES
+from tests.family_gguf import write_family_gguf
 from tests.models.paged_model import load
-from tests.tiny_families import write_family_gguf, write_tiny_family
+from tests.tiny_families import write_tiny_family
 from tests.tiny_model import Tensors
 
 pytestmark = pytest.mark.jax
