@@ -21,7 +21,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 IDLE = [(path, field) for path in PLAIN for field in TABLES[path] if field.use is Use.NO_EFFECT]
 
-UNUSUAL = ("low", 7, True, {"a": "b"}, ["x"], {"type": "content", "content": "something else altogether"})
+UNUSUAL = ("low", {"type": "content", "content": "something else altogether"})
 
 
 def told(path: str, body: Any) -> Any:
