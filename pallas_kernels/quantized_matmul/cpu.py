@@ -10,7 +10,7 @@ from pallas_kernels import native
 from pallas_kernels.gpu_target import platform
 from pallas_kernels.quantized_matmul.weights import Int8Weights
 
-MAX_ROWS = 16
+MAX_ROWS = 8
 """Up to here a call is bound by reading the weights; with more rows XLA is as fast, or faster where the processor has tiles (AMX)."""
 
 
