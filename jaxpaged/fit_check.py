@@ -160,7 +160,7 @@ class FitCheck:
 
     def _steps(self, num_devices: int) -> list[_Step]:
         """Those that change no answer come first; how long texts may be comes last, so that it goes with what was changed before."""
-        steps: list[_Step] = [self._more_memory, self._more_pool]
+        steps: list[_Step] = [self._more_memory, self._less_pool, self._more_pool]
         more = (number for number in self.allowed_devices() if number > num_devices and number & (number - 1) == 0)
         # Devices that are one machine's processors share its memory.
         steps += [partial(self._split, num_devices, number) for number in more if self._room.takes_all]
@@ -170,6 +170,13 @@ class FitCheck:
         if not self._room.takes_all or wish.config.cache.gpu_memory_utilization >= _HIGHEST_GPU_SHARE:
             return None
         return f"--gpu-memory-utilization {_HIGHEST_GPU_SHARE}", _with_cache(wish, gpu_memory_utilization=_HIGHEST_GPU_SHARE)
+
+    def _less_pool(self, wish: _Wish) -> tuple[str, _Wish] | None:
+        plan = self._plan_of(wish)
+        if wish.config.cache.memory is None or not _is_pool_too_large(plan):
+            return None
+        mib = (plan.room_bytes - plan.weight_bytes - plan.step_bytes) // 2**20
+        return f"--cache.memory {mib}MiB", _with_cache(wish, memory=mib * 2**20)
 
     def _more_pool(self, wish: _Wish) -> tuple[str, _Wish] | None:
         given = wish.config.cache.memory
@@ -216,12 +223,23 @@ class FitCheck:
             f"{_gib(plan.least_bytes)} of {pages} ({plan.max_model_len:,} tokens) are {_gib(plan.needed_bytes)}; {where} has "
             f"{_gib(plan.room_bytes)} for it"
         )
-        if plan.needed_bytes <= plan.room_bytes and plan.least_bytes > plan.pool_bytes:
+        if _is_pool_too_large(plan):
+            together = plan.weight_bytes + plan.step_bytes + plan.pool_bytes
+            said = (
+                f"the page pool does not fit: {_gib(plan.weight_bytes)} of weights ({plan.dtype_name}), {_gib(plan.step_bytes)} of a step "
+                f"and {_gib(plan.pool_bytes)} of pages (cache.memory) are {_gib(together)}; {where} has {_gib(plan.room_bytes)} for it"
+            )
+        elif plan.needed_bytes <= plan.room_bytes and plan.least_bytes > plan.pool_bytes:
             said += f", and the page pool gets {_gib(plan.pool_bytes)}"
         changes = self.changes(plan.num_devices)
         if not changes:
             return f"{said}; no option makes it fit: take a smaller model, or devices with {_gib(plan.needed_bytes)} and more"
         return f"{said}; with one of these it fits: {'; '.join(map(str, changes))}"
+
+
+def _is_pool_too_large(plan: MemoryPlan) -> bool:
+    """Whether less of the pool that was asked for would be enough, and would fit."""
+    return plan.needed_bytes <= plan.room_bytes < plan.weight_bytes + plan.step_bytes + plan.pool_bytes
 
 
 def table(plan: MemoryPlan) -> Iterator[tuple[str, str]]:

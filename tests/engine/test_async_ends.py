@@ -24,7 +24,7 @@ def test_who_leaves_is_aborted_within_two_steps(
     async_llm: AsyncLLM, async_log: EventLog, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     async def work() -> None:
-        pace = slow_down(async_llm, monkeypatch, 0.002)
+        pace = slow_down(async_llm, monkeypatch, 0.02)
         stream = async_llm.stream("hello", LONG, request_id="mine")
         if how == "cancel":
 
@@ -95,7 +95,7 @@ def test_an_iteration_that_is_dropped_is_aborted(async_llm: AsyncLLM, async_log:
 
 def test_close_while_running_ends_everybody(mortal: AsyncLLM, async_log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        slow_down(mortal, monkeypatch, 0.002)
+        slow_down(mortal, monkeypatch, 0.05)
         tasks = [asyncio.ensure_future(mortal.generate(f"number {index}", LONG)._last()) for index in range(12)]
         stream = mortal.stream("hello", LONG)
         await anext(stream)

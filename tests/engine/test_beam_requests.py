@@ -253,7 +253,7 @@ def test_an_async_search_that_is_left_or_aborted(async_llm: AsyncLLM, async_log:
         return any(event.request_id.startswith(f"{name}#2.") for event in async_log.of(events.RequestQueued))
 
     async def work() -> None:
-        slow_down(async_llm, monkeypatch, 0.005)
+        slow_down(async_llm, monkeypatch, 0.05)
         given = BeamSearchParams(3, 400, ignore_eos=True)
         left = asyncio.ensure_future(async_llm.beam_search("hello", given, "left"))
         await wait_until(lambda: is_begun("left"))
@@ -299,7 +299,7 @@ def test_one_that_raises_takes_the_others_along() -> None:
 
 def test_an_engine_that_dies_ends_async_searches(mortal: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        slow_down(mortal, monkeypatch, 0.005)
+        slow_down(mortal, monkeypatch, 0.05)
         search = asyncio.ensure_future(mortal.beam_search("hello", BeamSearchParams(3, 400, ignore_eos=True)))
         await asyncio.sleep(0.05)
         await mortal._thread.call(lambda engine: engine.die(RuntimeError("the device is lost")))

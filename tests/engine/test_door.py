@@ -89,7 +89,7 @@ def test_a_loop_that_closes_without_a_word_leaves_nothing_running(
     async_llm: AsyncLLM, async_log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No task is ended and no iteration is closed: the engine sees that nobody can read any more."""
-    slow_down(async_llm, monkeypatch, 0.005)
+    slow_down(async_llm, monkeypatch, 0.05)
     loop = asyncio.new_event_loop()
     stream = async_llm.stream("hello", LONG)
     loop.run_until_complete(anext(stream))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import events
+from jaxpaged import build, events
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import MIB
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, MemoryBudgetError, QueueFullError
@@ -125,8 +125,20 @@ def test_who_waits_is_told_even_if_the_books_of_a_dead_engine_are_wrong(
     assert len(log.of(events.EngineStopped)) == 1
 
 
-def test_no_memory_on_the_device_is_a_sentence(tiny_folder: Path, programs: Path) -> None:
-    with pytest.raises(MemoryBudgetError, match=r"not enough memory .* lower cache\.memory"):
+@pytest.mark.parametrize(
+    ("tells_memory", "sentence"),
+    [
+        (True, r"the page pool does not fit: .* with one of these it fits: --cache\.memory \d+MiB"),
+        (False, r"not enough memory .* lower cache\.memory"),
+    ],
+    ids=["planned", "tried"],
+)
+def test_no_memory_on_the_device_is_a_sentence(
+    tiny_folder: Path, programs: Path, monkeypatch: pytest.MonkeyPatch, tells_memory: bool, sentence: str
+) -> None:
+    if not tells_memory:
+        monkeypatch.setattr(build, "room_here", lambda: None)
+    with pytest.raises(MemoryBudgetError, match=sentence):
         LLM(config=tiny_config(tiny_folder, programs=programs, memory=2**30 * MIB), sinks=[])
 
 
