@@ -175,8 +175,9 @@ class FitCheck:
         plan = self._plan_of(wish)
         if wish.config.cache.memory is None or not _is_pool_too_large(plan):
             return None
-        mib = (plan.room_bytes - plan.weight_bytes - plan.step_bytes) // 2**20
-        return f"--cache.memory {mib}MiB", _with_cache(wish, memory=mib * 2**20)
+        left = plan.room_bytes - plan.weight_bytes - plan.step_bytes
+        unit, size = ("MiB", 2**20) if left >= 2**20 else ("KiB", 2**10)
+        return f"--cache.memory {left // size}{unit}", _with_cache(wish, memory=left // size * size)
 
     def _more_pool(self, wish: _Wish) -> tuple[str, _Wish] | None:
         given = wish.config.cache.memory

@@ -186,7 +186,7 @@ def test_a_start_is_refused_before_any_weight_is_read(tmp_path: Path, monkeypatc
     for name in ("read_ahead", "load"):
         monkeypatch.setattr(build.ModelSource, name, read_no_weights)
     monkeypatch.setattr(build, "room_here", lambda: Room(2**20, takes_all=False))
-    with pytest.raises(MemoryBudgetError, match=r"the model does not fit: .* this machine has 1\.0 MiB"):
+    with pytest.raises(MemoryBudgetError, match=r"does not fit: .* this machine has 1\.0 MiB .*: --cache\.memory \d+KiB"):
         start_tiny(tmp_path, programs=tmp_path)
     monkeypatch.setattr(build, "room_here", lambda: Room(2**30, takes_all=False))
     with pytest.raises(AssertionError, match="weights were read"):
