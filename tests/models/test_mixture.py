@@ -75,7 +75,8 @@ def test_padding_goes_nowhere_and_gives_zero() -> None:
     """Rows of padding hold NaN; no expert is sent one, and the live rows come out as they do alone."""
 
     class Seen:
-        num_experts = 5
+        num_experts = num_own = 5
+        cut_over = ()
         group_sizes: jax.Array
         rows: jax.Array
 
