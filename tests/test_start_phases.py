@@ -9,6 +9,8 @@ from jaxpaged.log_format import Level, LogFormatter
 from jaxpaged.start import DownloadPhase, StartReport
 from tests.fakes import EventLog
 
+pytestmark = pytest.mark.jax
+
 
 class Turned:
     """A clock that is turned by hand."""

@@ -89,6 +89,8 @@ def clients(served: ServedProcess, number: int) -> Iterator[Clients]:
         yield made
     finally:
         made.stop()
+        served.count.num_begun += sum(made.ends.values())
+        served.count.ends["length"] += made.ends["answered"]
 
 
 @pytest.mark.parametrize("number", sizes(3, 50))

@@ -16,6 +16,8 @@ from tests.cli.scripted_engine import Result, run_cli
 from tests.server.scripted_llm import script_runner, start_scripted
 from tests.text.vocabularies import byte_level
 
+pytestmark = pytest.mark.jax
+
 
 class ScriptedLlm:
     """An engine over a scripted device, as `LLM` holds it."""

@@ -15,6 +15,8 @@ from tests.speed.openai_server import openai_server
 from tests.speed.test_outcomes import KEYS
 from tests.text.vocabularies import byte_level
 
+pytestmark = pytest.mark.jax
+
 
 def bench(*argv: str) -> Result:
     return run_cli("bench", "serve", *argv)
