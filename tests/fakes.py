@@ -27,6 +27,7 @@ from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from jaxpaged.step_draft import StepDraft
 from jaxpaged.tokenizer import Tokenizer
+from tests.event_log import EventLog
 from tests.script import History, allowed_id, follow, free_talk, pooled_rows, scored_tokens, script_result
 
 __all__ = ["follow", "free_talk"]
@@ -215,21 +216,6 @@ class NarrowRunner:
 
     def close(self) -> None:
         """Nothing: the compiled runner belongs to somebody else."""
-
-
-class EventLog(list[events.Event]):
-    """A sink that keeps every event."""
-
-    def __call__(self, event: events.Event, /) -> None:
-        """See `events.Sink`."""
-        self.append(event)
-
-    def close(self) -> None:
-        """See `events.Sink`."""
-
-    def of[E](self, kind: type[E]) -> list[E]:
-        """The events of one kind, in order."""
-        return [event for event in self if isinstance(event, kind)]
 
 
 class Canary(NamedTuple):

@@ -7,9 +7,7 @@ from jaxpaged.clocks import Clocks
 from jaxpaged.loading.progress import Meter, TransferReport
 from jaxpaged.log_format import Level, LogFormatter
 from jaxpaged.start import DownloadPhase, StartReport
-from tests.fakes import EventLog
-
-pytestmark = pytest.mark.jax
+from tests.event_log import EventLog
 
 
 class Turned:

@@ -11,7 +11,8 @@ import pytest
 from jaxpaged import events
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.request import RequestOutput, SamplingParams
-from tests.fakes import EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner
 
 TIMEOUT_S = 30.0
 

@@ -18,7 +18,8 @@ from jaxpaged.llm import LLM
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, check_ends, is_idle
-from tests.fakes import Bench, Canary, EventLog, NarrowRunner
+from tests.event_log import EventLog
+from tests.fakes import Bench, Canary, NarrowRunner
 from tests.quick_programs import compile_all_quickly
 from tests.text.vocabularies import byte_level
 from tests.tiny_engine import start_tiny, tiny_config

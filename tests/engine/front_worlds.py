@@ -24,7 +24,7 @@ from jaxpaged.tokenizer import Tokenizer
 from tests.engine.front_clients import Client, Habit
 from tests.engine.front_device import TALK, VOCAB, FrontRunner, NotedDriver
 from tests.engine.virtual_loop import VirtualLoop, VirtualPool
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 
 MAX_TURNS = 20_000
 

@@ -11,7 +11,8 @@ from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.request import FinishReason
 from tests.engine.async_bench import TIMEOUT_S, is_idle, num_steps, params, run, slow_down, wait_until
-from tests.fakes import EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner
 
 pytestmark = pytest.mark.jax
 

@@ -14,7 +14,8 @@ from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.errors import ChatTemplateError, ContextLengthError, EngineDeadError, InvalidRequestError
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind
 from tests.engine.async_bench import TIMEOUT_S, is_idle, params, run, text, wait_until
-from tests.fakes import EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner
 
 pytestmark = pytest.mark.jax
 

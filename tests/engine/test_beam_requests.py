@@ -22,7 +22,7 @@ from jaxpaged.start import Started
 from tests.beam_reference import Table, reference_search
 from tests.engine.async_bench import is_idle, params, run, slow_down, wait_until
 from tests.engine.conftest import tiny_bench
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.models import numpy_llama
 from tests.tiny_engine import tiny_config
 from tests.tiny_model import tiny_weights

@@ -19,7 +19,7 @@ from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import RenderedChat, Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, is_idle, params, run, slow_down, wait_until
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax

@@ -19,7 +19,8 @@ from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, SamplingParams
 from pallas_kernels.kv_write import kv_write
 from tests.engine.async_bench import params, run
-from tests.fakes import Bench, EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import Bench, FailingRunner
 from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import save_safetensors, tiny_weights, write_tiny_llama
 

@@ -7,7 +7,7 @@ import pytest
 import jaxpaged.build
 from jaxpaged import events
 from jaxpaged.errors import ConfigError
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax

@@ -15,7 +15,7 @@ from jaxpaged.config import Config
 from jaxpaged.errors import ChatTemplateError, ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError, PoolTooSmallError
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.tiny_engine import tiny_config
 from tests.tiny_model import write_tiny_llama
 

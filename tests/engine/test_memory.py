@@ -19,7 +19,8 @@ from jaxpaged.start import Started
 from jaxpaged.step_program import StepProgram
 from jaxpaged.traced_programs import TracedPrograms
 from tests.engine.conftest import live_bytes, tiny_bench
-from tests.fakes import Bench, EventLog
+from tests.event_log import EventLog
+from tests.fakes import Bench
 from tests.tiny_engine import start_tiny
 from tests.tiny_model import save_safetensors, write_tiny_llama
 

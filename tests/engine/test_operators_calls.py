@@ -16,7 +16,8 @@ from jaxpaged.errors import EngineDeadError, EnginePausedError, InvalidRequestEr
 from jaxpaged.llm import LLM
 from jaxpaged.request import FinishReason, RequestOutput, SamplingParams
 from tests.engine.async_bench import is_idle, num_steps, params, run, slow_down, text, wait_until
-from tests.fakes import EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner
 from tests.tiny_engine import tiny_config
 
 pytestmark = pytest.mark.jax

@@ -11,7 +11,8 @@ from jaxpaged.engine import Engine
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.request import FinishReason, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import Bench, EventLog, ScriptRunner, free_talk
+from tests.event_log import EventLog
+from tests.fakes import Bench, ScriptRunner, free_talk
 from tests.scheduler.rules import Hopeful
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("in_flight")]

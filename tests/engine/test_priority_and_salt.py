@@ -13,7 +13,7 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.start import Started
 from tests.engine.async_bench import params, run
 from tests.engine.conftest import tiny_bench
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 
 pytestmark = pytest.mark.jax
 

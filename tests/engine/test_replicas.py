@@ -18,7 +18,8 @@ from jaxpaged.replicas import LoadSums, Replicas, pages_spoken_for
 from jaxpaged.request import Request, RequestOutput, SamplingParams
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import EventLog, FailingRunner, Runner, ScriptRunner, free_talk
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner, Runner, ScriptRunner, free_talk
 from tests.scripted_client import QUIET
 
 pytestmark = pytest.mark.jax

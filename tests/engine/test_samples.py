@@ -27,7 +27,8 @@ from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import is_idle, params, run, wait_until
 from tests.engine.conftest import tiny_bench
-from tests.fakes import Bench, EventLog, ScriptRunner, free_talk
+from tests.event_log import EventLog
+from tests.fakes import Bench, ScriptRunner, free_talk
 
 pytestmark = pytest.mark.jax
 

@@ -11,7 +11,8 @@ from jaxpaged.errors import EngineDeadError
 from jaxpaged.request import FinishReason, RequestOutput, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import params, run
-from tests.fakes import EventLog, FailingRunner, ScriptRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner, ScriptRunner
 from tests.script import follow, follow_samples
 from tests.scripted_client import scripted_async_llm, scripted_llm
 from tests.text.vocabularies import id_of

@@ -14,7 +14,8 @@ from jaxpaged.intake import Intake
 from jaxpaged.logprobs import StepResult
 from jaxpaged.request import SamplingParams
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import EventLog, ScriptRunner, free_talk
+from tests.event_log import EventLog
+from tests.fakes import ScriptRunner, free_talk
 
 pytestmark = pytest.mark.jax
 

@@ -14,7 +14,7 @@ from jaxpaged.models import llama
 from jaxpaged.start import Started
 from jaxpaged.traced_programs import TracedPrograms
 from pallas_kernels.dispatch import Choice, Implementation, Op, choose
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.tiny_engine import start_tiny
 
 pytestmark = pytest.mark.jax

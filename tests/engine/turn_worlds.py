@@ -19,7 +19,7 @@ from jaxpaged.request import FinishReason, RequestOutput, SamplingParams
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
 from tests.engine.front_device import TALK, VOCAB, FrontRunner
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 
 NUM_EVENTS = 250
 

@@ -20,7 +20,7 @@ from jaxpaged.scheduler import DEFAULT_POLICY
 from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from jaxpaged.tokenizer import Tokenizer
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.observability.samples import START_S
 
 VOCAB = 300

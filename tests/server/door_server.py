@@ -25,7 +25,7 @@ from server.http_server import HttpServer
 from server.listeners import bind_port, close_all
 from server.phase import Phase
 from server.service import Service
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.server.conformity import GENERATION, check_answer
 from tests.server.small_app import small_app
 

@@ -27,7 +27,8 @@ from server.auth import read_keys
 from server.ledger import End
 from server.listeners import tls_context
 from server.service import Service
-from tests.fakes import EventLog, FailingRunner, ScriptRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner, ScriptRunner
 from tests.script import free_talk
 from tests.scripted_client import scripted_async_llm
 from tests.server.conformity import GENERATION, check_answer, data_of, strict_json

@@ -9,7 +9,7 @@ from jaxpaged.config import KIB, Config, ServerConfig
 from jaxpaged.log_format import Level, LogFormatter
 from server.app import create_app
 from server.ledger import HEALTH_PATHS, METRICS_PATH
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.server.door_server import door_server, request_bytes, wait_until
 from tests.server.scripted_llm import scripted_llm
 

@@ -14,7 +14,7 @@ from server.admin import create_admin_app
 from server.app import create_app
 from server.front import behind_admin_front
 from server.service import Service
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.server.door_server import DoorServer, door_server
 from tests.server.scripted_llm import scripted_llm
 

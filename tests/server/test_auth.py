@@ -15,7 +15,7 @@ from jaxpaged.errors import ConfigError
 from server.app import create_app
 from server.auth import HEALTH_PATHS, ApiKeys, read_keys
 from server.dashboard.files import FILE_PATHS
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 
 pytestmark = pytest.mark.jax

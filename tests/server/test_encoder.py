@@ -11,7 +11,7 @@ import pytest
 
 from jaxpaged.async_llm import AsyncLLM
 from server.service import Service
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.models.encoder_cases import GOLDEN_HIDDEN, LENGTHS, VOCAB, prompt_of
 from tests.server.live import LiveServer
 from tests.tiny_engine import tiny_config

@@ -17,7 +17,8 @@ from server.health_check import HealthCheck
 from server.phase import Phase
 from server.service import Service
 from server.watchdog import Watchdog
-from tests.fakes import EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner
 from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 from tests.server.scripted_llm import script_runner, scripted_llm
 from tests.server.served_process import completion

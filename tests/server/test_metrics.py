@@ -14,7 +14,7 @@ from server.app import create_app
 from server.prometheus_families import histogram_family
 from server.prometheus_sink import PrometheusSink
 from server.service import Service
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.observability.samples import finished, short_run, step
 from tests.server.door_server import DoorServer, door_server, wait_until
 from tests.server.scripted_llm import scripted_llm

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpaged.async_llm import AsyncLLM
 from server.service import Service
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.server.bad_inputs import rows
 from tests.server.live import LiveServer
 from tests.server.test_bad_inputs import check

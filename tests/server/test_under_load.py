@@ -15,7 +15,8 @@ from jaxpaged import events
 from jaxpaged.config import KIB, Config, ServerConfig
 from server.app import create_app
 from server.service import Service
-from tests.fakes import EventLog, FailingRunner
+from tests.event_log import EventLog
+from tests.fakes import FailingRunner
 from tests.server.door_server import DoorServer, door_server, request_bytes, wait_until
 from tests.server.scripted_llm import script_runner, scripted_llm
 from tests.stopwatch import Stopwatch

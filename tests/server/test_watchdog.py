@@ -14,7 +14,7 @@ from server import watchdog
 from server.phase import Phase
 from server.service import Service
 from server.watchdog import EXIT_STATUS, Watchdog
-from tests.fakes import EventLog
+from tests.event_log import EventLog
 from tests.stopwatch import SLOWER
 
 pytestmark = pytest.mark.jax
