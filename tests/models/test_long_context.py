@@ -43,10 +43,13 @@ class Shape(NamedTuple):
         """The model on disk and in memory, for contexts of up to `context` tokens."""
         sizes = {name: value for name, value in self._asdict().items() if name not in ("windows", "vocab")}
         sizes |= {"vocab_size": self.vocab, "layers": len(self.windows), "context": context, "theta": THETA}
-        tensors = write_tiny_llama(folder, tie=True, has_tokenizer=False, **sizes)
+        is_deep = len(self.windows) > MOST_WILD_LAYERS
+        tensors = write_tiny_llama(folder, tie=not is_deep, has_tokenizer=False, **sizes)
         for name, tensor in tensors.items():
             if "q_proj" in name:
                 tensor *= 2
+            if is_deep and ("o_proj" in name or "down_proj" in name):
+                tensor *= DEEP_SHARE
         save_safetensors(folder / "model.safetensors", tensors)
         loaded = load(folder)
         return with_config(loaded, loaded.config._replace(windows=self.windows)), tensors
@@ -56,6 +59,11 @@ class Shape(NamedTuple):
         shape = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "theta": THETA}
         return numpy_llama.logits(tensors, token_ids, windows=self.windows, num_last=num_last, dtype=dtype, **shape)
 
+
+MOST_WILD_LAYERS = 8
+"""A layer of plain random weights doubles what float32 rounds off: over 30 of them numpy's own float32 and float64 part by 0.1."""
+DEEP_SHARE = 0.01
+"""Of what such a layer adds, in deeper models: rounding stays under a tenth of ATOL there, and a head of its own keeps tokens close."""
 
 # What the last layer sees of the first one is cheap to work out again, though it sees everything.
 SMALL = Shape(hidden=64, ffw=64, heads=2, kv_heads=1, head_dim=16, windows=(64, None))
@@ -154,6 +162,12 @@ def test_32768_tokens_with_smollm2s_widths(tmp_path: Path, layers: int, chunk: i
         chunk=chunk,
         dtype=np.float32,
     )
+
+
+@pytest.mark.tier("long", area="models")
+@pytest.mark.timeout(1800)
+def test_all_layers_of_smollm2_over_a_thousand_tokens(tmp_path: Path) -> None:
+    answer_long(SMOLLM2, tmp_path, context=32_768, num_prompt=1_000, num_output=16, pages=128, chunk=512, dtype=np.float64)
 
 
 def test_memory_grows_with_what_is_stored_and_not_with_the_context(tmp_path: Path) -> None:
