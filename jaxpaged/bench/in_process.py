@@ -82,7 +82,7 @@ def work_of(started: EngineStarted, jobs: Sequence[Job]) -> Work:
     return Work(
         weight_bytes=started.weight_bytes,
         kv_bytes_per_token=started.pool_bytes // (started.num_pages * started.page_size),
-        dtype=started.dtype,
+        dtype=started.quantization or started.dtype,
         num_parallel=min(len(jobs), started.max_num_seqs),
         lengths=[(len(job.prompt), job.num_output) for job in jobs],
     )

@@ -198,6 +198,7 @@ def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
         extra = {
             "model": facts.started.model,
             "dtype": facts.started.dtype,
+            "quantization": facts.started.quantization or None,
             "workload": args.workload,
             "elapsed_time": seconds,
             "num_requests": len(jobs),
