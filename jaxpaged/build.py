@@ -117,8 +117,10 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         nonlocal num_weight_bytes
         phase("load", f"loading the weights of {files.name}")
         loading = LoadProgress(files.name, functools.partial(phase, "load"))
+        # What is read of weights that are then quantized is more than what is kept.
+        num_bytes = weight_bytes(description.sizes, {}) if facts.quantization is None else None
         with memory_budget():
-            model = source.load(replica, on_bytes=loading.meter(weight_bytes(description.sizes, {})).advance)
+            model = source.load(replica, on_bytes=loading.meter(num_bytes).advance)
         num_weight_bytes += model.weight_bytes
         phase("pool", "allocating the page pool")
         with memory_budget():

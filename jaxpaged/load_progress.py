@@ -23,8 +23,8 @@ class LoadProgress:
         self._name, self._say, self._clock = name, say, clock
         self._due_s = clock() + INTERVAL_S
 
-    def meter(self, total_bytes: int) -> Meter:
-        """Counts the bytes of one load."""
+    def meter(self, total_bytes: int | None) -> Meter:
+        """Counts the bytes of one load; None: nobody knows how many there will be."""
         return Meter(self, self._name, total_bytes, clock=self._clock)
 
     def show(self, report: TransferReport) -> None:

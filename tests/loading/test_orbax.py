@@ -237,3 +237,15 @@ def test_how_far_a_load_is_is_said_every_second() -> None:
         ("loading tiny: 400 B of 1.0 kB (40 %), 400 B/s, 1.5 s left", 400, 1000),
         ("loading tiny: 800 B of 1.0 kB (80 %), 400 B/s, 0.5 s left", 800, 1000),
     ]
+
+
+def test_a_load_of_unknown_size_says_how_much_is_done() -> None:
+    said: list[tuple[str, int, int]] = []
+    now = [0.0]
+    meter = LoadProgress("tiny", lambda *told: said.append(told), clock=lambda: now[0]).meter(None)
+    now[0] += 2 * INTERVAL_S
+    meter.advance(400)
+    ((message, done, total),) = said
+    assert message.startswith("loading tiny: 400 B")
+    assert "%" not in message
+    assert (done, total) == (400, 0)
