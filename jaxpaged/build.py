@@ -44,8 +44,6 @@ from pallas_kernels import native
 MAX_KEPT_PROGRAM_BYTES = 2**30
 """Of programs in the cache folder, those as they were traced included; one takes about a third of a megabyte."""
 
-"""What the model is, its tokenizer, its weights."""
-
 
 def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tuple[Engine, Intake]:
     """A ready engine and its door; nothing is left behind when it fails.

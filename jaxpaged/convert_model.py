@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.errors import CheckpointError, ConfigError, JaxpagedError
+from jaxpaged.errors import CheckpointError, JaxpagedError
 from jaxpaged.host_limits import available_cpus
 from jaxpaged.loading.checkpoint import Checkpoint, NativeDtype, open_checkpoint
-from jaxpaged.loading.disk import SPARE_BYTES, UNFINISHED, remove_tree, sync_tree
+from jaxpaged.loading.disk import SPARE_BYTES, UNFINISHED, refuse_taken, remove_tree, sync_tree
 from jaxpaged.loading.file_choice import INDEX_SUFFIX, SIDE_FILES
 from jaxpaged.loading.orbax_checkpoint import write_parameters
 from jaxpaged.loading.progress import Meter, Progress, folder_growth, format_bytes
@@ -63,12 +63,6 @@ def convert(config: ModelConfig, files: ModelFiles, destination: Path, progress:
             end_ids = _write_tokenizer(files, staging, described.description.eos_token_ids)
             _write_configs(files, checkpoint, staging, described.facts.dtype_name, is_tied=is_tied, end_ids=end_ids)
     return num_bytes
-
-
-def refuse_taken(destination: Path) -> None:
-    """Raises ConfigError when something is there already, whatever it is."""
-    if os.path.lexists(destination):
-        raise ConfigError(f"{destination} is there already: name a folder that is not, or remove it")
 
 
 class _staged:

@@ -16,8 +16,8 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=T
 class PhaseChanged(_Event):
     """A start-up phase began or moved on; `phase` is find, download, load, pool, compile or warm_up.
 
-    `done` of `total` parts of it are done, of a download bytes; 0 of 0 where nobody knows. A server that was told to stop has the phase
-    drain.
+    `done` of `total` parts of it are done, of a download or a load bytes; 0 of 0 where nobody knows. A server that was told to stop has
+    the phase drain.
     """
 
     phase: str

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from jaxpaged.loading.fill import ShapeDtype
+from jaxpaged.parallel.cuts import axis_words
 
 _SPLIT_EVENLY = ("heads", "vocab", "ffw", "shared_ffw", "gate_up")
 """Axis words that tensor parallelism splits over all its devices; what does not come out even is padded."""
@@ -42,7 +43,7 @@ def parameter_sizes(expected: Mapping[str, ShapeDtype], weights_table: Mapping[s
         expected: parameter path -> shape and type.
         weights_table: a family's `WEIGHTS`, whose patterns name the axes; what is not in it is never split.
     """
-    axes = {path: _axes(name, pattern) for name, (path, pattern) in weights_table.items()}
+    axes = {path: tuple(first for first, *_ in axis_words(name, pattern)) for name, (path, pattern) in weights_table.items()}
     return tuple(
         ParameterSize(tuple(like.shape), axes.get(path, ("",) * len(like.shape)), str(np.dtype(like.dtype)))
         for path, like in expected.items()
@@ -57,16 +58,3 @@ def tensor_parts(tensor: int, kv_heads: int) -> dict[str, int]:
 def weight_bytes(sizes: tuple[ParameterSize, ...], parts: Mapping[str, int]) -> int:
     """Bytes of all weights on one device; `parts` as for `ParameterSize.num_bytes`."""
     return sum(size.num_bytes(parts) for size in sizes)
-
-
-def _axes(name: str, pattern: str) -> tuple[str, ...]:
-    """For each dimension of a parameter its first axis word: "(heads head_dim) embed" -> ("heads", "embed")."""
-    axes = [axis for word, axis in (("{layer}", "layers"), ("{expert}", "experts")) if word in name]
-    is_grouped = is_named = False
-    for word in pattern.split("->")[1].replace("(", " ( ").replace(")", " ) ").split():
-        if word in ("(", ")"):
-            is_grouped, is_named = word == "(", False
-        elif not is_named:
-            axes.append(word)
-            is_named = is_grouped
-    return tuple(axes)

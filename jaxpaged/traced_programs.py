@@ -47,7 +47,7 @@ class TracedPrograms:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder if folder is None or make_private_folder(folder) else None
-        self.choices: frozenset[Choice] = frozenset()
+        self.choices: set[Choice] = set()
 
     def lower(
         self, run: Callable[..., Any], args: tuple[Any, ...], *, donate: int, fixed: str, kernels: Mapping[str, str] = MappingProxyType({})
@@ -75,7 +75,7 @@ class TracedPrograms:
             traced = _Traced(program, frozenset(choices))
             if path is not None:
                 _write(path, traced)
-        self.choices |= traced.choices
+        self.choices.update(traced.choices)
         return jax.jit(traced.program.call, donate_argnums=donate).lower(*args)
 
     def lower_unkept(self, run: Any, args: tuple[Any, ...], *, kernels: Mapping[str, str] = MappingProxyType({})) -> jax.stages.Lowered:
@@ -86,7 +86,7 @@ class TracedPrograms:
         """
         with selecting(kernels) as choices:
             lowered: jax.stages.Lowered = run.lower(*args)
-        self.choices |= frozenset(choices)
+        self.choices.update(choices)
         return lowered
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxpaged.cli_parser import Parser, add_options, load_options
 from jaxpaged.commands.answers import write_lines
-from jaxpaged.errors import ConfigError
 
 CONVERT_OPTIONS = (
     "model.tokenizer",
@@ -27,14 +26,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `commands`."""
+    from jaxpaged.loading.disk import refuse_taken
     from jaxpaged.loading.progress import format_bytes, progress_on
     from jaxpaged.loading.sources import resolve
 
     config = load_options(args, model=args.source).config
     destination = Path(args.destination).expanduser()
+    refuse_taken(destination)
     progress = progress_on()
-    if destination.is_symlink() or destination.exists():
-        raise ConfigError(f"{destination} is there already: name a folder that is not, or remove it")
     files = resolve(config.model, progress=progress)
     import jax
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxpaged.errors import DownloadError
+from jaxpaged.errors import ConfigError, DownloadError
 from jaxpaged.loading.progress import format_bytes
 
 SPARE_BYTES = 16 * 2**20
@@ -119,3 +119,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def refuse_taken(destination: Path) -> None:
+    """Raises ConfigError when something is there already, whatever it is."""
+    if os.path.lexists(destination):
+        raise ConfigError(f"{destination} is there already: name a folder that is not, or remove it")

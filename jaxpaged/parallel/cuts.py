@@ -76,10 +76,13 @@ def cut_parameters(weights_table: Mapping[str, tuple[str, str]], axis_sizes: Map
     """
     cuts: dict[str, Cuts] = {}
     for name, (path, pattern) in weights_table.items():
-        stacked = [axis for word, axis in _STACKED.items() if word in name]
-        dims = [[axis] for axis in stacked] + _dims(pattern.split("->")[1])
-        cuts[path] = tuple(_cut(words, axis_sizes, replica) for words in dims)
+        cuts[path] = tuple(_cut(words, axis_sizes, replica) for words in axis_words(name, pattern))
     return cuts
+
+
+def axis_words(name: str, pattern: str) -> list[list[str]]:
+    """For each dimension of a parameter the axis words that it is made of, as an entry of `WEIGHTS` says."""
+    return [[axis] for word, axis in _STACKED.items() if word in name] + _dims(pattern.split("->")[1])
 
 
 def own_part(array: np.ndarray, cuts: Cuts, at: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
