@@ -9,6 +9,7 @@ and there are several of those, its query heads are not neighbours, but an equal
 import itertools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ TENSOR_AXES = (KV, GROUP)
 REPLICA_AXES = (EXPERT, KV, GROUP)
 
 _STACKED = {"{layer}": "layers", "{expert}": "experts"}
-_WORDS = {"shared_ffw": "ffw", "gate_up": "ffw"}
+ALIASES: Mapping[str, str] = MappingProxyType({"shared_ffw": "ffw", "gate_up": "ffw"})
 """Words of single families -> those of the mesh's table. `gate_up` is two numbers for each of ffw, side by side."""
 
 
@@ -125,7 +126,7 @@ def _dims(side: str) -> list[list[str]]:
 
 
 def _cut(words: list[str], axis_sizes: Mapping[str, int], replica: ReplicaShape) -> Cut | None:
-    word = _WORDS.get(words[0], words[0])
+    word = ALIASES.get(words[0], words[0])
     if word not in replica.table:
         return None
     axes = {"kv_heads": (KV,), "experts": (EXPERT,)}.get(word, TENSOR_AXES)
