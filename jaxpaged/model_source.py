@@ -9,12 +9,14 @@ import numpy as np
 from jaxpaged.config import ModelConfig
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.kept_model import KeptModel
+from jaxpaged.loading.orbax_checkpoint import OrbaxCheckpoint
 from jaxpaged.loading.sources import ModelFiles
 from jaxpaged.model_loader import (
     DescribedModel,
     ModelDescription,
     convert_weights,
     describe_model,
+    restore_parts,
     to_device,
     with_structure,
 )
@@ -60,6 +62,8 @@ class ModelSource:
     def load(self, replica: Replica | None = None, *, on_bytes: Callable[[int], None] = lambda _: None) -> LoadedModel:
         """Puts the weights on the device: mapped from the file of an earlier load, or converted, and kept for the next one.
 
+        What `jaxpaged convert` wrote goes part by part to the devices of a replica, and is not kept a second time.
+
         Args:
             replica: the devices to put them on; None: one.
             on_bytes: told the size of each part that is converted.
@@ -71,6 +75,8 @@ class ModelSource:
         arrays = self._map_kept() if ahead is None else ahead.result()
         if arrays is None:
             with open_checkpoint(self._files, load_format=self._load_format) as checkpoint:
+                if isinstance(checkpoint, OrbaxCheckpoint) and replica is not None:
+                    return restore_parts(checkpoint, self.described, replica, on_bytes=on_bytes)
                 arrays = convert_weights(checkpoint, self.described, num_threads=self._num_threads, seed=self._seed, on_bytes=on_bytes)
             self._kept.keep_weights(arrays, self._weight_options)
         return to_device(self.described, arrays, replica)
