@@ -117,7 +117,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         # What is read of weights that are then quantized is more than what is kept.
         num_bytes = weight_bytes(description.sizes, {}) if facts.quantization is None else None
         with memory_budget():
-            model = source.load(replica, on_bytes=loading.meter(num_bytes).advance)
+            model = source.load(replica, on_bytes=loading.meter(num_bytes).advance, is_last=replica is replicas[-1])
         num_weight_bytes += model.weight_bytes
         phase("pool", "allocating the page pool")
         with memory_budget():
