@@ -111,7 +111,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     for key in ("hidden_act", "hidden_activation"):
         if not isinstance(config.get(key, ""), str):
             faults.append(f"{key} should be a name, not {config[key]!r:.60}")
-    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit", "swiglu_alpha"):
+    for key in known.positives:
         if config.get(key) is not None and not is_positive(config[key]):
             faults.append(f"{key} should be a positive number, not {config[key]!r:.60}")
     faults += settle_rope(config, known, source, has_sizes=has_sizes)
