@@ -52,7 +52,7 @@ _Step = Callable[[_Wish], tuple[str, _Wish] | None]
 
 def room_here() -> Room | None:
     """Memory of this machine's first device, or of the machine itself where JAX computes on the CPU; None where nobody tells."""
-    device = device_memory(jax.devices()[:1])
+    device = device_memory(jax.local_devices()[:1])
     if device is not None:
         return Room(device.limit_bytes, device.in_use_bytes)
     memory = host_memory()
