@@ -22,7 +22,7 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.pool_map import PoolCopy, copy_pool
+from jaxpaged.pool_map import PoolCopy
 from jaxpaged.profiler import Profiler
 from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
@@ -215,7 +215,7 @@ class AsyncLLM:
 
     async def pool_copy(self) -> PoolCopy:
         """Who holds which page, taken between two steps. Raises EngineDeadError."""
-        return await self._thread.call(lambda engine: copy_pool(engine.scheduler, engine.pages))
+        return await self._thread.call(lambda engine: engine.copy_pool())
 
     def fail_open(self, error: JaxpagedError) -> None:
         """Ends every open request with `error`, which its task raises; any thread may call it, also while a step hangs."""

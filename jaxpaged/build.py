@@ -175,7 +175,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
         engine = make_engine(runner, emit)
     else:
         sums = LoadSums(emit)
-        engine = Replicas([make_engine(own, sums) for own in runners], sums, emit)
+        engine = Replicas([make_engine(own, sums.sink_of(number)) for number, own in enumerate(runners)], sums, emit)
     told = runner.told_kernels
     emit(
         events.EngineStarted(
@@ -196,6 +196,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport) -> tupl
             attention=told.attention,
             kernels=told.kernels,
             kernels_refused=told.refused,
+            num_engines=len(runners),
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
