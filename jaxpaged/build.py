@@ -37,7 +37,7 @@ from jaxpaged.model_runner import ModelRunner, Runner
 from jaxpaged.model_source import ModelSource
 from jaxpaged.model_structure import ModelFacts
 from jaxpaged.parallel.cuts import replica_shape
-from jaxpaged.parallel.mesh_config import TABLE, MeshShape, ModelCounts, check_mesh, read_mesh
+from jaxpaged.parallel.mesh_config import MeshShape, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.parameter_sizes import weight_bytes
 from jaxpaged.programs import Compiled, use_persistent_cache
@@ -180,9 +180,8 @@ def _build_model(config: Config, files: ModelFiles, report: StartReport, company
     kernels = asked_kernels(config.kernels)
     check_attention(kernels, facts, cache_shape(facts, config.cache), len(lay_out(facts.windows).groups))
     room = room_here()
-    # The check knows no parts of experts, nor tables other than the usual one; what does not fit then shows while it is loaded.
-    if room is not None and mesh.expert == 1 and mesh.table == TABLE:
-        FitCheck(config, description, room).require(mesh.tensor)
+    if room is not None:
+        FitCheck(config, description, room).require(mesh)
     source.read_ahead()
     if facts.quantization is not None and (missing := native.library().missing) is not None:
         phase("load", f"CPU kernels are absent, XLA does their work: {missing}")
@@ -225,7 +224,7 @@ def _build_model(config: Config, files: ModelFiles, report: StartReport, company
         # What is read of weights that are then quantized is more than what is kept.
         num_bytes = weight_bytes(description.sizes, {}) if facts.quantization is None else None
         with memory_budget():
-            model = source.load(replica, on_bytes=loading.meter(num_bytes).advance)
+            model = source.load(replica, on_bytes=loading.meter(num_bytes).advance, is_last=replica is replicas[-1])
         num_weight_bytes += model.weight_bytes
         phase("pool", "allocating the page pool")
         with memory_budget():
