@@ -3,23 +3,18 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.layers.shards import TENSOR_AXES, add_up, first_of_part
-
-
-def matmul(x: Float[Array, "rows in"], weight: Float[Array, "out in"]) -> Float[Array, "rows out"]:
-    """`x @ weight.T`, accumulated in float32; float32 operands are never rounded to TF32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+from jaxpaged.layers.stack import OfLayer, WholeStack
+from pallas_kernels.dense_matmul import dense_matmul
 
 
 class Linear(nnx.Module):
     """A linear map, with a bias or without. Where several devices have parts of its inputs, they add up what those give."""
 
     def __init__(self, num_in: int, num_out: int, dtype: jax.typing.DTypeLike, *, has_bias: bool = False) -> None:
-        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+        self.weight = WholeStack(jnp.zeros((num_out, num_in), dtype))
         self.bias = nnx.Param(jnp.zeros((num_out,), dtype)) if has_bias else None
         self.num_in = num_in
 
@@ -32,7 +27,10 @@ class Linear(nnx.Module):
 
     def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """The map of this device's inputs without its bias, in float32."""
-        return matmul(x, self.weight[...])
+        weight = self.weight.get_value()
+        if isinstance(weight, OfLayer):
+            return dense_matmul(x, weight.stacked, layer=weight.layer)
+        return dense_matmul(x, weight)
 
     def own_part(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """What this device's inputs give: to be added up over `cut_over`. There is no bias."""
@@ -42,7 +40,7 @@ class Linear(nnx.Module):
     @property
     def cut_over(self) -> tuple[str, ...]:
         """The axes over which the inputs are dealt out."""
-        return TENSOR_AXES if self.weight.shape[-1] < self.num_in else ()
+        return TENSOR_AXES if self.weight.get_value().shape[-1] < self.num_in else ()
 
 
 class Embedding(nnx.Module):
@@ -69,4 +67,4 @@ class Embedding(nnx.Module):
 
     def sums(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """The table as a head: each row times each token's, in float32."""
-        return matmul(x, self.weight[...])
+        return dense_matmul(x, self.weight[...])

@@ -25,6 +25,11 @@ class OfLayer(NamedTuple):
     stacked: jax.Array
     layer: jax.Array
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the layer's weights."""
+        return self.stacked.shape[1:]
+
 
 def make_stack[M: nnx.Module](make_layer: Callable[[], M], num_layers: int) -> M:
     """One module of `make_layer`'s kind whose every parameter has a leading `layers` axis."""

@@ -17,7 +17,7 @@ from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.layers.attention import Attention
 from jaxpaged.layers.kv_places import KVPlace, KVPlaces
-from jaxpaged.layers.linear import Embedding, matmul
+from jaxpaged.layers.linear import Embedding
 from jaxpaged.layers.mlp import MLP, known_activation
 from jaxpaged.layers.norm import LayerNorm
 from jaxpaged.layers.shards import whole_rows
@@ -126,7 +126,7 @@ class Model(nnx.Module):
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Every row chooses a token, which nobody sees; there is no head that was trained for it."""
-        return whole_rows(matmul(hidden, self.embedding.weight[...]), self.config.vocab)
+        return whole_rows(self.embedding.sums(hidden), self.config.vocab)
 
 
 _LAYER = "encoder.layer.{layer}."
