@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.api import open_own_sinks, settle_config
 from jaxpaged.beam_requests import BeamRequests, all_or_none
@@ -31,6 +31,9 @@ from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxpaged.distributed.leader import Leader
+
 __all__ = ["AsyncLLM", "AsyncLLMEngine", "EngineClient", "Generation"]
 
 NUM_TOKENIZER_THREADS = 2
@@ -41,20 +44,27 @@ class AsyncLLM:
 
     vLLM's constructor of an engine's arguments has its counterpart in keyword arguments: `AsyncLLM("smollm2-135m", max_model_len=2048)`.
     Loading blocks the caller. Requests may come from several event loops. `close()` ends what is unfinished with `abort`.
+    `leader` is for `jaxpaged serve`: the other processes that share the model.
 
     Raises:
         JaxpagedError: the options, the model or the memory; one sentence.
     """
 
     def __init__(
-        self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any
+        self,
+        model: str | None = None,
+        *,
+        config: Config | None = None,
+        sinks: Sequence[Sink] | None = None,
+        leader: "Leader | None" = None,
+        **kwargs: Any,
     ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
         self._own_sinks = open_own_sinks(self.config, is_quiet=False) if sinks is None else []
         self._metrics = EngineMetrics()
         try:
-            self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
+            self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics), leader)
         except BaseException:
             self._close_sinks()
             raise
