@@ -109,7 +109,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport, leader:
         engine = make_engine(runner, emit)
     else:
         sums = LoadSums(emit)
-        engine = Replicas([make_engine(own, sums) for own in model.runners], sums, emit)
+        engine = Replicas([make_engine(own, sums.sink_of(number)) for number, own in enumerate(model.runners)], sums, emit)
     told = runner.told_kernels
     emit(
         events.EngineStarted(
@@ -130,6 +130,7 @@ def build_engine(config: Config, files: ModelFiles, report: StartReport, leader:
             attention=told.attention,
             kernels=told.kernels,
             kernels_refused=told.refused,
+            num_engines=len(model.runners),
         )
     )
     emit(events.HealthChanged(time_s=clocks.wall(), state="ready"))
