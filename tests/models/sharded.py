@@ -284,7 +284,7 @@ def collectives(hlo: str) -> list[dict[str, str]]:
     for line in hlo.splitlines():
         if head := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
             computation = head.group(1)
-        pattern = r" = (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+        pattern = r" = (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
         if operation := re.search(pattern, line):
             place = "body" if computation in bodies else "branch" if computation in branches else "step"
             shape = re.sub(r"\{.*", "", operation.group(1))

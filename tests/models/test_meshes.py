@@ -93,18 +93,19 @@ def test_each_device_holds_its_share(gate: dict[str, Any], name: str) -> None:
 
 
 def check_collectives(results: dict[str, Any]) -> None:
-    """Two sums a layer, the second of a mixture over both axes; one behind the embedding; one all-gather of logits. OLMo 2 norms rows."""
+    """Two sums a layer, the second of a mixture over both axes; one behind the embedding; one all-gather of logits.
+
+    OLMo 2 norms rows: two sums more, which XLA makes one of where both go over the same devices.
+    """
     for name, result in results.items():
         for found in result.get("collectives", []) if "num_ids" in result else []:
             counts = Counter((one["kind"], one["place"]) for one in found)
             sizes = sizes_of(name)
             is_cut = sizes.get("tensor", 2 if name.startswith("family") else 1) > 1
             is_dealt = sizes.get("expert", 1) > 1
-            in_layer = (4 if "olmo2" in name else 2) if is_cut else int(is_dealt)
-            expected = Counter({("all-reduce", "body"): in_layer} if in_layer else {})
-            if is_cut:
-                expected |= Counter({("all-reduce", "step"): 1, ("all-gather", "step"): 1})
-            assert counts == expected, name
+            in_layer = ((3, 4) if "olmo2" in name else (2,)) if is_cut else (int(is_dealt),)
+            assert counts.pop(("all-reduce", "body"), 0) in in_layer, name
+            assert counts == ({("all-reduce", "step"): 1, ("all-gather", "step"): 1} if is_cut else {}), name
 
 
 def test_every_family_talks_as_little_as_it_can(gate: dict[str, Any]) -> None:
