@@ -185,6 +185,18 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             rope_theta=1_000_000.0,
             local_rope_theta=10_000.0,
         ),
+        "GraniteForCausalLM": HfArchitecture(
+            "granite",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 2048,
+                "embedding_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
+            positives=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+        ),
         "BertModel": HfArchitecture(
             "bert",
             {

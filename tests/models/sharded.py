@@ -294,6 +294,7 @@ GATE_MESHES = {
     "mixtral": {"tensor": 6},
     "olmo2": {"tensor": 6},
     "gptoss": {"tensor": 6},
+    "granite": {"tensor": 6},
 }
 """One mesh for each family that is not Llama's file, by the names of the shared suite; qwen2moe and bert have meshes of their own."""
 
