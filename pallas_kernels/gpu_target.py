@@ -11,6 +11,9 @@ CAPABILITY_OF_KIND = {"A100": (8, 0), "A6000": (8, 6), "H100": (9, 0), "H200": (
 HOPPER = (9, 0)
 """What our Mosaic kernels are written for."""
 
+HOPPER_MULTIPROCESSORS = 132
+"""Of an H100 SXM or an H200: what is assumed where no device can be asked."""
+
 
 class GpuTarget(NamedTuple):
     """A GPU: its name, compute capability (major, minor), and number of multiprocessors."""

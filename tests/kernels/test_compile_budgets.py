@@ -65,7 +65,7 @@ def test_each_thing_beyond_a_budget_is_named(script: ModuleType) -> None:
         "240 registers, budget 232",
         "8 spilled_bytes, budget 0",
         "232449 shared_bytes, budget 232448",
-        "1000 bytes of keys and values in flight, at least 65536 wanted",
+        "1000 bytes in flight, at least 65536 wanted",
         "no HGMMA instruction",
         "no UTMALDG instruction",
     ]
