@@ -6,9 +6,10 @@ and end in the middle of a sequence. What CTA c computes of pair p (a sequence a
 the line one of both grows at every border, so no two partial results share a place, and those of one pair lie side by side.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 BLOCK_TOKENS = 64
@@ -73,3 +74,26 @@ def share_out(
     first_part = jnp.arange(pair_start.shape[0], dtype=jnp.int32) + first_cta
     pairs = jnp.stack([first_part, jnp.where(pair_blocks > 0, last_cta - first_cta + 1, 0)], axis=1)
     return DecodeWork(rows, seqs, ctas, pairs)
+
+
+class Segment(NamedTuple):
+    """What a CTA does of one pair: blocks `low` to `high` of the pair's, the first of them block `first_block` of the sequence."""
+
+    pair: Array
+    seq: Array
+    kv_head: Array
+    first_block: Array
+    num_blocks: Array
+    first_seen: Array
+    kv_len: Array
+
+
+def segment_of(num_kv_heads: int, seqs: Any, ctas: Any, cta: Array, index: Array) -> Segment:
+    """Pair number `index` of a CTA, read from the arrays of `DecodeWork` by a kernel."""
+    pair = ctas[cta, 0] + index
+    row, kv_head = lax.div(pair, jnp.int32(num_kv_heads)), lax.rem(pair, jnp.int32(num_kv_heads))
+    num_blocks = seqs[row, NUM_BLOCKS]
+    start = seqs[row, START] * num_kv_heads + kv_head * num_blocks
+    low = jnp.maximum(ctas[cta, 2] - start, 0)
+    high = jnp.minimum(ctas[cta, 3] - start, num_blocks)
+    return Segment(pair, seqs[row, SEQ], kv_head, seqs[row, FIRST_BLOCK] + low, high - low, seqs[row, FIRST_SEEN], seqs[row, KV_LEN])

@@ -16,17 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mosaic_tiles import LOG2E, NOTHING, ROWS, SMEM_BYTES, column_slices, tile
-from pallas_kernels.paged_attention.decode_work import (
-    BLOCK_TOKENS,
-    FIRST_BLOCK,
-    FIRST_SEEN,
-    KV_LEN,
-    NUM_BLOCKS,
-    SEQ,
-    START,
-    DecodeWork,
-    share_out,
-)
+from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS, SEQ, DecodeWork, segment_of, share_out
 from pallas_kernels.paged_attention.mosaic_combine import combine
 
 KV_BYTES = 128 * 1024
@@ -74,28 +64,6 @@ def in_flight_bytes(head_dim: int, q_dtype: Any, page_dtype: Any) -> int:
     return num_stages(head_dim, q_dtype, page_dtype) * 2 * BLOCK_TOKENS * head_dim * jnp.dtype(page_dtype).itemsize
 
 
-class _Segment(NamedTuple):
-    """What a CTA does of one pair: blocks `low` to `high` of the pair's, the first of them block `first_block` of the sequence."""
-
-    pair: Array
-    seq: Array
-    kv_head: Array
-    first_block: Array
-    num_blocks: Array
-    first_seen: Array
-    kv_len: Array
-
-
-def _segment(shape: DecodeShape, seqs: Any, ctas: Any, cta: Array, index: Array) -> _Segment:
-    pair = ctas[cta, 0] + index
-    row, kv_head = lax.div(pair, jnp.int32(shape.num_kv_heads)), lax.rem(pair, jnp.int32(shape.num_kv_heads))
-    num_blocks = seqs[row, NUM_BLOCKS]
-    start = seqs[row, START] * shape.num_kv_heads + kv_head * num_blocks
-    low = jnp.maximum(ctas[cta, 2] - start, 0)
-    high = jnp.minimum(ctas[cta, 3] - start, num_blocks)
-    return _Segment(pair, seqs[row, SEQ], kv_head, seqs[row, FIRST_BLOCK] + low, high - low, seqs[row, FIRST_SEEN], seqs[row, KV_LEN])
-
-
 class _Rings(NamedTuple):
     """Shared memory of a CTA and the barriers that hand it to and fro."""
 
@@ -119,7 +87,7 @@ def _produce(shape: DecodeShape, drains: bool, q: Any, pools: Any, tables: Any, 
     pool_row = first_row[0]
 
     def fetch_segment(index: Array, done: Array) -> Array:
-        own = _segment(shape, seqs, ctas, cta, index)
+        own = segment_of(shape.num_kv_heads, seqs, ctas, cta, index)
 
         @pl.when(index > 0)
         def _() -> None:
@@ -189,7 +157,7 @@ def _consume(shape: DecodeShape, is_interpreted: bool, work: Any, scale: Any, ou
         plgpu.commit_smem()
 
     def attend_segment(index: Array, done: Array) -> Array:
-        own = _segment(shape, seqs, ctas, cta, index)
+        own = segment_of(shape.num_kv_heads, seqs, ctas, cta, index)
         plgpu.barrier_wait(rings.q_full)
 
         def attend_block(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
