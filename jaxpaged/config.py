@@ -146,7 +146,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Which implementation of each op of pallas_kernels runs; docs/kernels.md says what each takes."""
 
     paged_attention: Annotated[
-        Literal["reference", "xla", "mosaic_gpu", "mosaic_sm80"] | None,
+        Literal["reference", "xla", "mosaic_gpu", "mosaic_sm80", "cpu"] | None,
         _doc("of attention over the page pool; none: the best for model and device"),
     ] = None
     kv_write: Annotated[
