@@ -46,9 +46,10 @@ test-kernels: setup-dev ## the large kernel tests: more cases, the GPU interpret
 	$(PYTEST) -n $(JOBS) --dist load --tier kernels
 	@$(MAKE) --no-print-directory compile-gpu
 
-compile-gpu: ## the GPU kernels and a whole step compiled for H200 and H100, with no GPU, against their budgets; one kernel an op with CUDA 12
+compile-gpu: ## the GPU kernels and a whole step compiled for H200, H100 and Ampere cards, with no GPU, against their budgets; one kernel an op with CUDA 12
 	@$(SETUP) .venv-compile-gpu compile-gpu
 	.venv-compile-gpu/bin/python scripts/compile_kernels.py
+	.venv-compile-gpu/bin/python scripts/compile_sm80.py
 	.venv-compile-gpu/bin/python scripts/compile_step.py
 	@$(SETUP) .venv-compile-gpu12 compile-gpu12
 	.venv-compile-gpu12/bin/python scripts/compile_kernels.py

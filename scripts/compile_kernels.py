@@ -148,6 +148,10 @@ class Compiler:
 
     def compile(self, function: Callable[..., Any], operands: dict[str, Any]) -> list[Report]:
         """Reports on the Mosaic kernels of a function; identical kernels count once."""
+        return parse(*self.compile_text(function, operands))
+
+    def compile_text(self, function: Callable[..., Any], operands: dict[str, Any]) -> tuple[str, dict[str, int]]:
+        """What the assembler and the disassembler print of a function's Mosaic kernels, and their shared memory by name."""
         import jax
 
         shared_bytes = {}
@@ -166,7 +170,7 @@ class Compiler:
                 text = output.read()
         finally:
             self._core._launch = launch
-        return parse(text, shared_bytes)
+        return text, shared_bytes
 
 
 def spiller(x: Any) -> Any:
