@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.api import open_own_sinks, settle_config
 from jaxpaged.beam_requests import BeamRequests, all_or_none
@@ -22,7 +22,7 @@ from jaxpaged.host_limits import prepare_process
 from jaxpaged.intake import Continuation, Messages, Prompt
 from jaxpaged.interrupts import held_interrupts
 from jaxpaged.metrics import EngineMetrics, Metric
-from jaxpaged.pool_map import PoolCopy, copy_pool
+from jaxpaged.pool_map import PoolCopy
 from jaxpaged.profiler import Profiler
 from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import Pooling, RequestOutput, RequestOutputKind, SamplingParams
@@ -30,6 +30,9 @@ from jaxpaged.request_streams import RequestStreams
 from jaxpaged.scoring import ContinuationScore, check_gives_logprobs, score_of
 from jaxpaged.start import start_engine
 from jaxpaged.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxpaged.distributed.leader import Leader
 
 __all__ = ["AsyncLLM", "AsyncLLMEngine", "EngineClient", "Generation"]
 
@@ -41,20 +44,27 @@ class AsyncLLM:
 
     vLLM's constructor of an engine's arguments has its counterpart in keyword arguments: `AsyncLLM("smollm2-135m", max_model_len=2048)`.
     Loading blocks the caller. Requests may come from several event loops. `close()` ends what is unfinished with `abort`.
+    `leader` is for `jaxpaged serve`: the other processes that share the model.
 
     Raises:
         JaxpagedError: the options, the model or the memory; one sentence.
     """
 
     def __init__(
-        self, model: str | None = None, *, config: Config | None = None, sinks: Sequence[Sink] | None = None, **kwargs: Any
+        self,
+        model: str | None = None,
+        *,
+        config: Config | None = None,
+        sinks: Sequence[Sink] | None = None,
+        leader: "Leader | None" = None,
+        **kwargs: Any,
     ) -> None:
         self.config = settle_config(model, config, kwargs)
         prepare_process(self.config)
         self._own_sinks = open_own_sinks(self.config, is_quiet=False) if sinks is None else []
         self._metrics = EngineMetrics()
         try:
-            self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
+            self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics), leader)
         except BaseException:
             self._close_sinks()
             raise
@@ -125,7 +135,7 @@ class AsyncLLM:
         priority: int = 0,
         group: QueueGroup | None = None,
     ) -> BeamSearchOutput:
-        """The likeliest answers to a prompt; see `LLM.beam_search`. Cancelling the task aborts the search.
+        """The likeliest answers to a prompt; see `LLM.beam_search`. Cancelling the task, or `abort` by its id, ends the search.
 
         Args:
             prompt: as for `generate`.
@@ -137,9 +147,12 @@ class AsyncLLM:
         check_gives_logprobs(self.config, "beam_search")
         make = functools.partial(self._intake.beam_request, prompt, params, request_id=request_id, priority=priority)
         streams = self._streams()
-        search = BeamRequests(await streams.made(make, request_id), params, self._engine.scheduler.most_prompt_tokens)
-        while not search.is_done:
-            search.take(await all_or_none(streams.last_output_of(request, group) for request in search.next_requests()))
+        with self._thread.arriving(request_id) as arrival:
+            first = await streams.made(make, request_id)
+            search, arrival.request_id = BeamRequests(first, params, self._engine.scheduler.most_prompt_tokens), first.request_id
+            while not search.is_done:
+                search.take(await all_or_none(streams.last_output_of(request, arrival, group) for request in search.next_requests()))
+                arrival.has_begun = True
         return search.output(self._intake.tokenizer)
 
     async def embed(
@@ -212,7 +225,7 @@ class AsyncLLM:
 
     async def pool_copy(self) -> PoolCopy:
         """Who holds which page, taken between two steps. Raises EngineDeadError."""
-        return await self._thread.call(lambda engine: copy_pool(engine.scheduler, engine.pages))
+        return await self._thread.call(lambda engine: engine.copy_pool())
 
     def fail_open(self, error: JaxpagedError) -> None:
         """Ends every open request with `error`, which its task raises; any thread may call it, also while a step hangs."""

@@ -146,7 +146,8 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Which implementation of each op of pallas_kernels runs; docs/kernels.md says what each takes."""
 
     paged_attention: Annotated[
-        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of attention over the page pool; none: the best for model and device")
+        Literal["reference", "xla", "mosaic_gpu", "mosaic_sm80"] | None,
+        _doc("of attention over the page pool; none: the best for model and device"),
     ] = None
     kv_write: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None,
@@ -164,6 +165,18 @@ class ParallelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
         int, _doc("devices that share every layer of one copy of the model; a divisor of its heads", ge=1, le=4096)
     ] = 1
     mesh: Annotated[str | None, _doc("YAML file with the mesh: its axes and what of the model lies on them; docs/meshes.md")] = None
+
+
+class DistributedConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model over the devices of several processes of `jaxpaged serve`; docs/meshes.md."""
+
+    coordinator: Annotated[str | None, _doc("HOST:PORT of process 0; none: one process, or what LeaderWorkerSet or SLURM say")] = None
+    num_processes: Annotated[int | None, _doc("processes of the engine; none: as the launcher says; 1: never mind it", ge=1)] = None
+    process_id: Annotated[int | None, _doc("which of them this one is; 0 schedules and answers; none: as the launcher says", ge=0)] = None
+    port: Annotated[int | None, _doc("port of process 0 for its steps; none: the one after coordinator's", ge=1, le=65535)] = None
+    secret: Annotated[str | None, _doc("what all processes know and nobody else; never printed", extra=SECRET)] = None
+    secret_file: Annotated[str | None, _doc("file with the secret, readable by its owner alone")] = None
+    start_timeout_s: Annotated[float, _doc("seconds for all processes to come", gt=0, le=86_400)] = 600.0
 
 
 class CpuConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -324,6 +337,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compilation: CompilationConfig = CompilationConfig()
     kernels: KernelsConfig = KernelsConfig()
     parallel: ParallelConfig = ParallelConfig()
+    distributed: DistributedConfig = DistributedConfig()
     cpu: CpuConfig = CpuConfig()
     sampling: SamplingConfig = SamplingConfig()
     log: LogConfig = LogConfig()

@@ -17,6 +17,7 @@ from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.model_runner import Runner
 from jaxpaged.open_requests import OpenRequests
 from jaxpaged.page_manager import PageManager
+from jaxpaged.pool_map import PoolCopy, copy_pool
 from jaxpaged.request import Request, RequestOutput
 from jaxpaged.sampling import NO_ID
 from jaxpaged.scheduled_step import ScheduledRow, ScheduledStep
@@ -306,6 +307,10 @@ class Engine:
         except Exception as error:  # the pool was handed over, and may be gone
             self.die(error)
             raise EngineDeadError(f"the engine stopped: {self._fatal}") from error
+
+    def copy_pool(self) -> PoolCopy:
+        """Who holds which page."""
+        return copy_pool(self.scheduler, self.pages)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages; see `EngineControl.reset_prefix_cache`."""

@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 
 class Arrival:
-    """A request that is being tokenized, and whether it was aborted meanwhile. `request_id`: what the user gave, checked or not."""
+    """A request that is being tokenized, and whether it was aborted meanwhile; or a search, from its first step to its last.
+
+    Attributes:
+        request_id: what the user gave, checked or not.
+        has_begun: some of its requests have been the engine's, so that a pause that ends all ends it as well.
+    """
 
     def __init__(self, request_id: object) -> None:
-        self.request_id, self.is_aborted = request_id, False
+        self.request_id, self.is_aborted, self.has_begun = request_id, False, False
 
 
 class EngineDriver:
@@ -73,25 +78,29 @@ class EngineDriver:
             with self._order:
                 self._arrivals.remove(arrival)
 
-    def add(self, request: Request, mailbox: Mailbox, arrival: "Arrival", group: QueueGroup | None = None) -> None:
+    def add(
+        self, request: Request, mailbox: Mailbox, arrival: Arrival, group: QueueGroup | None = None, search: Arrival | None = None
+    ) -> None:
         """Queues a request; what the engine refuses it with goes into the mailbox. Raises EngineDeadError when closed.
 
         Args:
             group: those that it comes with. Once one of them was let in, the others wait for room in the queue.
+            search: what it is a step of; one that was aborted between two steps ends with the next.
         """
 
         def command() -> None:
+            is_aborted = arrival.is_aborted or (search is not None and search.is_aborted)
             is_later = group is not None and group.is_let_in and self._death is None
             is_held = is_later and (len(self.held) > 0 or not self._has_room_for(request))
             if group is not None and group.refusal is not None:
                 _on_loop(mailbox.loop, functools.partial(mailbox.fail, group.refusal))
-            elif arrival.is_aborted and is_held:
+            elif is_aborted and is_held:
                 _on_loop(mailbox.loop, functools.partial(mailbox.fail, _aborted()))
             elif is_held:
                 self.held.put(HeldRequest(request, mailbox))
             else:
                 is_queued = self._queue(request, mailbox, group)
-                if is_queued and arrival.is_aborted:
+                if is_queued and is_aborted:
                     self._abort(request.request_id)
 
         with self._order:
@@ -153,6 +162,8 @@ class EngineDriver:
 
         def begin(engine: "Engine") -> None:
             self._deliver(engine.control.begin_pause(pause))
+            if pause.mode == "abort":
+                self._abort_all_held()
 
         def is_settled(engine: "Engine") -> bool:
             engine.check_alive()
@@ -259,6 +270,13 @@ class EngineDriver:
     def _fail_held(self, taken: Sequence[HeldRequest], error: JaxpagedError) -> None:
         for held in taken:
             _on_loop(held.mailbox.loop, functools.partial(held.mailbox.fail, error))
+
+    def _abort_all_held(self) -> None:
+        """Those that wait before the queue, and searches that are between two steps."""
+        self._fail_held(self.held.take_all(), _aborted())
+        with self._order:
+            for arrival in self._arrivals:
+                arrival.is_aborted |= arrival.has_begun
 
     def _abort(self, request_id: str) -> None:
         self._fail_held(self.held.take_id(request_id), _aborted())

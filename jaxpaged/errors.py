@@ -101,6 +101,10 @@ class EngineDeadError(JaxpagedError):
     retry_after_s = 10
 
 
+class StreamError(EngineDeadError):
+    """Another process of the engine is gone, is silent, or sends what none of ours does."""
+
+
 class EnginePausedError(JaxpagedError):
     """The engine is paused or asleep, and whoever asks could not wait for it to go on."""
 

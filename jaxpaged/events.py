@@ -13,6 +13,16 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=T
     time_s: float
 
 
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What one engine among several has to do; events tell what all of them have together beside it."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_total: int
+    num_pages_in_use: int
+    num_pages_cached: int
+
+
 class PhaseChanged(_Event):
     """A start-up phase began or moved on; `phase` is find, download, load, pool, compile or warm_up.
 
@@ -40,7 +50,7 @@ class EngineStarted(_Event):
 
     `platform` is cpu or gpu, `attention` the implementation of its kernel; both are empty where nobody has said. `kernels` are an op and
     its implementation each, `kernels_refused` say of the others why they were not taken. `quantization` is that of the weights, and empty
-    where they are not quantized.
+    where they are not quantized. `num_engines` are the copies of the model; limits and sizes are those of one.
     """
 
     model: str
@@ -59,6 +69,7 @@ class EngineStarted(_Event):
     kernels: tuple[str, ...] = ()
     kernels_refused: tuple[str, ...] = ()
     quantization: str = ""
+    num_engines: int = 1
 
 
 class RequestReceived(_Event):
@@ -77,12 +88,18 @@ class RequestRejected(_Event):
 
 
 class RequestQueued(_Event):
-    """A request passed validation and waits for pages."""
+    """A request passed validation and waits for pages.
+
+    `engine`, here and below, is the number of the copy of the model that has it, and `own_load` the load of that copy alone; None: there
+    is one copy.
+    """
 
     request_id: str
     num_prompt_tokens: int
     max_tokens: int
     num_waiting: int
+    engine: int = 0
+    own_load: EngineLoad | None = None
 
 
 class RequestScheduled(_Event):
@@ -101,6 +118,7 @@ class RequestFirstToken(_Event):
 
     request_id: str
     ttft_s: float
+    engine: int = 0
 
 
 class RequestPreempted(_Event):
@@ -131,6 +149,7 @@ class RequestFinished(_Event):
     message: str | None = None
     num_samples: int = 1
     num_longest_tokens: int = 0
+    engine: int = 0
 
 
 # fmt: off
@@ -178,6 +197,8 @@ class StepFinished(_Event):
     token_gaps_s: float = 0.0
     num_output_tokens: int = 0
     decision: str = ""
+    engine: int = 0
+    own_load: EngineLoad | None = None
 
     @property
     def parts_s(self) -> tuple[float, float, float, float, float]:
@@ -198,6 +219,8 @@ class LoadChanged(_Event):
     num_pages_total: int
     num_pages_in_use: int
     num_pages_cached: int
+    engine: int = 0
+    own_load: EngineLoad | None = None
 
 
 class HttpAnswered(_Event):
@@ -276,6 +299,20 @@ Event = (
     | SinkDropped
     | EngineStopped
 )
+
+type EngineEvent = RequestQueued | RequestFirstToken | RequestFinished | StepFinished | LoadChanged
+"""What a copy of the model says of itself where there are several."""
+
+
+def told_alone(event: EngineEvent) -> EngineEvent:
+    """What the engine that an event is from would have told if it were the only one."""
+    match event:
+        case RequestQueued(own_load=EngineLoad() as load):
+            return msgspec.structs.replace(event, num_waiting=load.num_waiting)
+        case StepFinished(own_load=EngineLoad() as load) | LoadChanged(own_load=EngineLoad() as load):
+            return msgspec.structs.replace(event, **msgspec.structs.asdict(load))
+    return event
+
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)

@@ -16,6 +16,7 @@ from jaxpaged.kv_cache import CPU_POOL_BYTES, device_memory
 from jaxpaged.memory_plan import MemoryPlan, Room, plan_memory
 from jaxpaged.model_loader import DTYPES, ModelDescription
 from jaxpaged.options import validate
+from jaxpaged.parallel.mesh_config import MeshShape, ModelCounts, check_mesh, read_mesh
 from jaxpaged.parameter_sizes import ParameterSize
 from jaxpaged.settings import decide_limits
 
@@ -42,7 +43,7 @@ class _Wish(NamedTuple):
     """One setting to plan with."""
 
     config: Config
-    num_devices: int
+    mesh: MeshShape
 
 
 _Step = Callable[[_Wish], tuple[str, _Wish] | None]
@@ -51,7 +52,7 @@ _Step = Callable[[_Wish], tuple[str, _Wish] | None]
 
 def room_here() -> Room | None:
     """Memory of this machine's first device, or of the machine itself where JAX computes on the CPU; None where nobody tells."""
-    device = device_memory(jax.devices()[:1])
+    device = device_memory(jax.local_devices()[:1])
     if device is not None:
         return Room(device.limit_bytes, device.in_use_bytes)
     memory = host_memory()
@@ -67,48 +68,44 @@ class FitCheck:
         Args:
             config: the whole tree.
             description: the model.
-            room: memory of each device.
+            room: memory of each device; where devices are one machine's processors, of all together.
         """
         self._config, self._description, self._room = config, description, room
 
-    def plan(self, num_devices: int | None = None) -> MemoryPlan:
-        """The plan as things are; `num_devices` None: as the options say.
+    def plan(self, mesh: MeshShape | None = None) -> MemoryPlan:
+        """The plan as things are; `mesh` None: as the options say.
 
         Raises:
-            ConfigError: limits contradict each other or the model, or so many devices cannot share the model's heads.
+            ConfigError: limits contradict each other or the model, or the mesh cannot be read, or not share the model.
         """
-        wanted = self._config.parallel.tensor_parallel_size if num_devices is None else num_devices
-        if wanted not in self.allowed_devices():
-            raise ConfigError(
-                f"{wanted} devices cannot share {counted(self._heads, 'head')} evenly: take one of "
-                f"{', '.join(map(str, self.allowed_devices()))}",
-                param="parallel.tensor_parallel_size",
-            )
-        return self._plan_of(_Wish(self._config, wanted))
+        mesh = read_mesh(self._config.parallel) if mesh is None else mesh
+        check_mesh(mesh, self._counts, mesh.num_devices)
+        return self._plan_of(_Wish(self._config, mesh))
 
-    def require(self, num_devices: int | None = None) -> MemoryPlan:
+    def require(self, mesh: MeshShape | None = None) -> MemoryPlan:
         """The plan, if it fits.
 
         Raises:
             MemoryBudgetError: it does not; the message says what is needed, what is there, and the best changes.
             ConfigError: as `plan`.
         """
-        plan = self.plan(num_devices)
+        mesh = read_mesh(self._config.parallel) if mesh is None else mesh
+        plan = self.plan(mesh)
         if not plan.fits:
-            raise MemoryBudgetError(self._refusal(plan))
+            raise MemoryBudgetError(self._refusal(plan, mesh))
         return plan
 
-    def changes(self, num_devices: int) -> list[Change]:
+    def changes(self, mesh: MeshShape) -> list[Change]:
         """Up to three changes with which the model fits, the least painful first; two or three things at once where one is not enough.
 
         More devices come last, and once: as few as will do.
         """
         found: dict[tuple[_Step, ...], Change] = {}
-        steps = self._steps(num_devices)
+        steps, num_devices = self._steps(mesh), mesh.devices_per_replica
         for number in range(1, NUM_CHANGES + 1):
             if len(found) == NUM_CHANGES:
                 break
-            tried = [(chosen, self._try(chosen, num_devices)) for chosen in itertools.combinations(steps, number)]
+            tried = [(chosen, self._try(chosen, mesh)) for chosen in itertools.combinations(steps, number)]
             fitting = [(chosen, change) for chosen, change in tried if change is not None]
             for chosen, change in sorted(fitting, key=lambda pair: (pair[1].plan.num_devices, -pair[1].plan.max_model_len)):
                 is_split = change.plan.num_devices > num_devices
@@ -120,13 +117,9 @@ class FitCheck:
                     found[chosen] = change
         return sorted(found.values(), key=lambda change: change.plan.num_devices)
 
-    def allowed_devices(self) -> tuple[int, ...]:
-        """Over how many devices tensor parallelism can split the heads."""
-        return tuple(number for number in range(1, min(self._heads, MOST_DEVICES) + 1) if self._heads % number == 0)
-
     @property
-    def _heads(self) -> int:
-        return int(self._description.hf_config["num_attention_heads"])
+    def _counts(self) -> ModelCounts:
+        return ModelCounts(self._description.facts.heads, self._description.facts.experts)
 
     def _plan_of(self, wish: _Wish) -> MemoryPlan:
         facts, sizes = self._description.facts, self._description.sizes
@@ -141,10 +134,12 @@ class FitCheck:
         if room.takes_all:
             share = wish.config.cache.gpu_memory_utilization / self._config.cache.gpu_memory_utilization
             room = room._replace(limit_bytes=int(room.limit_bytes * share))
-        return plan_memory(wish.config, facts, sizes, limits, room, num_devices=wish.num_devices)
+        else:
+            room = room._replace(limit_bytes=room.limit_bytes // wish.mesh.num_devices)
+        return plan_memory(wish.config, facts, sizes, limits, room, wish.mesh)
 
-    def _try(self, steps: tuple[_Step, ...], num_devices: int) -> Change | None:
-        wish, words = _Wish(self._config, num_devices), list[str]()
+    def _try(self, steps: tuple[_Step, ...], mesh: MeshShape) -> Change | None:
+        wish, words = _Wish(self._config, mesh), list[str]()
         for step in steps:
             changed = step(wish)
             if changed is None:
@@ -158,12 +153,18 @@ class FitCheck:
             return None
         return Change(" and ".join(words), plan) if plan.fits else None
 
-    def _steps(self, num_devices: int) -> list[_Step]:
+    def _steps(self, mesh: MeshShape) -> list[_Step]:
         """Those that change no answer come first; how long texts may be comes last, so that it goes with what was changed before."""
         steps: list[_Step] = [self._more_memory, self._less_pool, self._more_pool]
-        more = (number for number in self.allowed_devices() if number > num_devices and number & (number - 1) == 0)
         # Devices that are one machine's processors share its memory.
-        steps += [partial(self._split, num_devices, number) for number in more if self._room.takes_all]
+        if self._room.takes_all:
+            for axis, parts in (("tensor", self._counts.heads), ("expert", self._counts.experts)):
+                others = mesh.devices_per_replica // getattr(mesh, axis)
+                steps += [
+                    partial(self._split, mesh, axis, number)
+                    for number in (2**power for power in range(1, MOST_DEVICES.bit_length()))
+                    if parts % number == 0 and getattr(mesh, axis) < number <= MOST_DEVICES // others
+                ]
         return [*steps, self._fewer_rows, self._in_bfloat16, _fp8_cache, self._shorter]
 
     def _more_memory(self, wish: _Wish) -> tuple[str, _Wish] | None:
@@ -189,11 +190,16 @@ class FitCheck:
         mib = -(-plan.least_bytes // 2**20)
         return f"--cache.memory {mib}MiB", _with_cache(wish, memory=mib * 2**20)
 
-    def _split(self, before: int, number: int, wish: _Wish) -> tuple[str, _Wish] | None:
-        if wish.num_devices > before:
+    def _split(self, before: MeshShape, axis: str, number: int, wish: _Wish) -> tuple[str, _Wish] | None:
+        if wish.mesh != before:
             return None
-        parallel = msgspec.structs.replace(wish.config.parallel, tensor_parallel_size=number)
-        return f"--tensor-parallel-size {number}", _Wish(msgspec.structs.replace(wish.config, parallel=parallel), number)
+        file = self._config.parallel.mesh
+        if file is not None:
+            words = f"axes.{axis}: {number} in {file}"
+        else:
+            words = f"--tensor-parallel-size {number}" if axis == "tensor" else f"a mesh file (--parallel.mesh) with axes.expert: {number}"
+        mesh = wish.mesh._replace(tensor=number) if axis == "tensor" else wish.mesh._replace(expert=number)
+        return words, wish._replace(mesh=mesh)
 
     def _fewer_rows(self, wish: _Wish) -> tuple[str, _Wish] | None:
         rows = self._plan_of(wish).max_num_seqs
@@ -216,9 +222,11 @@ class FitCheck:
         words = f"--max-model-len {longest} instead of {wish.config.model.max_model_len}"
         return words, _with_model(wish, max_model_len=longest)
 
-    def _refusal(self, plan: MemoryPlan) -> str:
+    def _refusal(self, plan: MemoryPlan, mesh: MeshShape) -> str:
         pages = "the pages of one request" if isinstance(self._config.model.max_model_len, int) else "the fewest pages"
-        where = "this machine" if not self._room.takes_all else "the device" if plan.num_devices == 1 else "each device"
+        where = "this machine" if not self._room.takes_all else "the device"
+        if mesh.num_devices > 1:
+            where = "each device" if self._room.takes_all else f"each of {mesh.num_devices} devices of this machine"
         said = (
             f"the model does not fit: {_gib(plan.weight_bytes)} of weights ({plan.dtype_name}), {_gib(plan.step_bytes)} of a step and "
             f"{_gib(plan.least_bytes)} of {pages} ({plan.max_model_len:,} tokens) are {_gib(plan.needed_bytes)}; {where} has "
@@ -232,7 +240,7 @@ class FitCheck:
             )
         elif plan.needed_bytes <= plan.room_bytes and plan.least_bytes > plan.pool_bytes:
             said += f", and the page pool gets {_gib(plan.pool_bytes)}"
-        changes = self.changes(plan.num_devices)
+        changes = self.changes(mesh)
         if not changes:
             return f"{said}; no option makes it fit: take a smaller model, or devices with {_gib(plan.needed_bytes)} and more"
         return f"{said}; with one of these it fits: {'; '.join(map(str, changes))}"
@@ -247,7 +255,8 @@ def table(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     """The plan, row by row: name and value."""
     each = "" if plan.num_devices == 1 else " on each device"
     if plan.num_devices > 1:
-        yield "devices", f"{plan.num_devices} (tensor parallel)"
+        axes = [f"{name} {count}" for name, count in (("tensor", plan.tensor), ("expert", plan.expert)) if count > 1]
+        yield "devices", f"{plan.num_devices} ({' x '.join(axes) if len(axes) > 1 else axes[0].split()[0] + ' parallel'})"
     yield "memory", f"{_gib(plan.room_bytes)}{each}"
     yield "weights", f"{_gib(plan.weight_bytes)}{each} ({plan.dtype_name})"
     yield "a step", f"about {_gib(plan.step_bytes)}{each}"

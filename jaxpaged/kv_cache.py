@@ -114,9 +114,15 @@ def count_pages(
 
 
 def device_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
-    """Limit and use of that accelerator's memory that has least left; None where the backend keeps no account (CPU)."""
+    """Limit and use of that accelerator's memory that has least left; None where the backend keeps no account (CPU).
+
+    Args:
+        devices: those of other processes are left out: they tell nothing here.
+    """
     memories: list[DeviceMemory] = []
     for device in devices:
+        if device.process_index != jax.process_index():
+            continue
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return None

@@ -171,7 +171,8 @@ class LogFormatter:
             LogLine(
                 event.time_s,
                 Level.DEBUG,
-                f"step {event.step}: {event.num_seqs} sequences, {event.num_prefill_tokens} prompt + {event.num_decode_tokens} generated "
+                f"step {event.step}{f' of engine {event.engine}' if event.own_load else ''}: {event.num_seqs} sequences, "
+                f"{event.num_prefill_tokens} prompt + {event.num_decode_tokens} generated "
                 f"+ {event.bucket_tokens - event.num_tokens} padding = {counted(event.bucket_tokens, 'token')} in {1000 * step_s:.1f} ms "
                 f"(device {1000 * event.device_s:.1f} ms){': ' + clean(event.decision) if event.decision else ''}",
             )
@@ -250,6 +251,7 @@ def _plain_text(event: Event) -> tuple[Level, str]:
                 f"({event.pool_bytes / 2**20:.0f} MiB), {counted(event.num_programs, 'program')}; "
                 f"per step at most {counted(event.max_num_seqs, 'sequence')} "
                 f"and {counted(event.max_num_batched_tokens, 'token')}; context {counted(event.max_model_len, 'token')}"
+                f"{f'; {event.num_engines} copies of the model, each so' if event.num_engines > 1 else ''}"
                 f"{_kernels_text(event)}"
             )
         case events.HealthChanged():

@@ -3,7 +3,6 @@
 All but the memory of a step is exact; of a step only the compiler knows, so that it is guessed, and rather too high.
 """
 
-from math import gcd
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +14,8 @@ from jaxpaged.kv_groups import PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.model_runner import slot_bytes
 from jaxpaged.model_structure import ModelFacts
-from jaxpaged.parameter_sizes import ParameterSize, tensor_parts, weight_bytes
+from jaxpaged.parallel.mesh_config import MeshShape
+from jaxpaged.parameter_sizes import ParameterSize, mesh_parts, weight_bytes
 from jaxpaged.settings import StepLimits
 
 _FLOAT_BYTES = 4
@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies on each of `num_devices` devices.
+    """What lies on each of `num_devices` devices that share one copy of the model, tensor x expert of them.
 
     Attributes:
         room_bytes: memory of a device that the engine may use and nobody uses yet.
@@ -52,6 +52,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_devices: int
+    tensor: int
+    expert: int
     dtype_name: str
     cache_dtype_name: str
     room_bytes: int
@@ -74,7 +76,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(
-    config: Config, facts: ModelFacts, sizes: tuple[ParameterSize, ...], limits: StepLimits, room: Room, *, num_devices: int = 1
+    config: Config, facts: ModelFacts, sizes: tuple[ParameterSize, ...], limits: StepLimits, room: Room, mesh: MeshShape
 ) -> MemoryPlan:
     """Works it out.
 
@@ -84,13 +86,12 @@ def plan_memory(
         sizes: of its parameters.
         limits: of a step.
         room: memory of each device.
-        num_devices: over which tensor parallelism splits the model.
+        mesh: the devices of one copy.
     """
     cache, layout = config.cache, lay_out(facts.windows)
-    parts = tensor_parts(num_devices, facts.kv_heads)
+    parts = mesh_parts(mesh, facts.kv_heads)
     arithmetic = PageArithmetic(layout.groups, cache.page_size)
-    whole = cache_shape(facts, cache)
-    shape = whole._replace(kv_heads=facts.kv_heads // gcd(num_devices, facts.kv_heads))
+    shape = cache_shape(facts, cache, num_parts=parts.get("kv_heads", 1))
     weights = weight_bytes(sizes, parts)
     kept = slot_bytes(limits.max_num_seqs, facts.vocab, facts.embed)
     scratch = _scratch_bytes(facts, sizes, limits, parts)
@@ -114,7 +115,9 @@ def plan_memory(
     free = room.limit_bytes - room.in_use_bytes - (int(GPU_RESERVE_FRACTION * room.limit_bytes) if room.takes_all else 0)
     pool_bytes = num_pages * shape.page_bytes
     return MemoryPlan(
-        num_devices=num_devices,
+        num_devices=mesh.devices_per_replica,
+        tensor=mesh.tensor,
+        expert=mesh.expert,
         dtype_name=facts.dtype_name,
         cache_dtype_name=str(shape.dtype),
         room_bytes=free,
@@ -136,5 +139,5 @@ def _scratch_bytes(facts: ModelFacts, sizes: tuple[ParameterSize, ...], limits: 
     """Bytes of the arrays that the largest step works with: activations of its tokens in one layer, and logits of its rows."""
     tokens = limits.token_buckets[-1]
     outputs = sum(size.shape[-2] for size in sizes if size.axes[0] == "layers" and len(size.shape) > 2)
-    activations = tokens * (8 * facts.embed + outputs // parts["heads"]) * _FLOAT_BYTES
+    activations = tokens * (8 * facts.embed + outputs // parts.get("heads", 1)) * _FLOAT_BYTES
     return activations + _LOGIT_ARRAYS * limits.rows_of(tokens) * facts.vocab * _FLOAT_BYTES

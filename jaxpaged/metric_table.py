@@ -80,6 +80,7 @@ ENGINE_GAUGES = (
     _gauge("padding_ratio", "Share of the last step's computed places that were padding, 0 to 1", "below 0.3", "`padding_waste`"),
     _gauge("engine_is_paused", "1 while an operator has paused the engine, or it drains or sleeps, else 0", "0"),
     _gauge("engine_is_sleeping", "1 while the engine sleeps, else 0", "0"),
+    _gauge("num_engines", "Copies of the model (data of the mesh); the limits and sizes below are those of one", "as configured"),
     _gauge("max_num_seqs", "Sequences per step at most (scheduler.max_num_seqs)", "as configured"),
     _gauge("max_num_batched_tokens", "Tokens per step at most (scheduler.max_num_batched_tokens)", "as configured"),
     _gauge("max_model_len", "Tokens of prompt and answer together at most", "as configured"),

@@ -133,6 +133,7 @@ class EngineMetrics:
                 self._take_start(event)
 
     def _take_start(self, event: events.EngineStarted) -> None:
+        self._set("jaxpaged_num_engines", event.num_engines)
         self._set("jaxpaged_max_num_seqs", event.max_num_seqs)
         self._set("jaxpaged_max_num_batched_tokens", event.max_num_batched_tokens)
         self._set("jaxpaged_max_model_len", event.max_model_len)

@@ -126,6 +126,8 @@ def load_model(
     checkpoint: Checkpoint, described: DescribedModel, *, num_threads: int = 1, seed: int = 0, replica: Replica | None = None
 ) -> LoadedModel:
     """Puts the checkpoint's weights on the device, or on those of `replica`; arguments and errors as for `convert_weights`."""
+    if isinstance(checkpoint, OrbaxCheckpoint) and replica is not None:
+        return restore_parts(checkpoint, described, replica)
     return to_device(described, convert_weights(checkpoint, described, num_threads=num_threads, seed=seed), replica)
 
 
@@ -171,6 +173,24 @@ def convert_weights(
             on_bytes=on_bytes,
         )
     return arrays if structure.quantization is None else quantize_weights(arrays, structure.expected)
+
+
+def restore_parts(
+    checkpoint: OrbaxCheckpoint, described: DescribedModel, replica: Replica, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> LoadedModel:
+    """Puts onto each device of a replica its own part of what `jaxpaged convert` wrote; no parameter is ever whole on the host.
+
+    Args:
+        on_bytes: told the size of each parameter as its parts are there.
+
+    Raises:
+        CheckpointError: parameters that are missing, cut, or of the wrong shape.
+    """
+    parts = []
+    for path, parameter in checkpoint.stored_parameters(described.structure().expected).items():
+        parts.append(jax.block_until_ready(replica.put(path, parameter)))
+        on_bytes(parameter.nbytes)
+    return LoadedModel(described.facts, described.structure, tuple(parts), replica)
 
 
 def to_device(described: DescribedModel, arrays: dict[str, np.ndarray], replica: Replica | None = None) -> LoadedModel:

@@ -86,6 +86,7 @@ class ModelRunner:
         on_compiled: Callable[[Compiled], None] = lambda _: None,
         on_warmed: Callable[[int, int], None] = lambda *_: None,
         before_compiling: Callable[["ModelRunner"], None] = lambda _: None,
+        agree_pages: Callable[[int], int] = int,
     ) -> None:
         """Allocates the pool, compiles every bucket and runs a first, empty step.
 
@@ -103,6 +104,7 @@ class ModelRunner:
             on_compiled: called for each program.
             on_warmed: called with the number of first steps that are done, and of all of them; with 0 before the first.
             before_compiling: called once the pool is there.
+            agree_pages: of the pages that fit here, those that the pool gets: as many as fit everywhere.
 
         Raises:
             MemoryBudgetError: the pool does not fit.
@@ -124,7 +126,7 @@ class ModelRunner:
         )
         self.kv_groups = lay_out(model.facts.windows).groups
         arithmetic = PageArithmetic(self.kv_groups, cache.page_size)
-        device = device_memory(model.replica.devices if model.replica else jax.devices()[:1])
+        device = device_memory(model.replica.devices if model.replica else jax.local_devices()[:1])
         self._max_pages = arithmetic.pages_for(limits.max_model_len)
         self.num_pages = 2
         scratch = 0
@@ -132,7 +134,7 @@ class ModelRunner:
             largest = self._layout(limits.token_buckets[-1])
             analysis = self._step.lower(largest).compile().memory_analysis()
             scratch = 0 if analysis is None else analysis.temp_size_in_bytes
-        self.num_pages = count_pages(
+        fitting_pages = count_pages(
             cache,
             self.cache_shape,
             least_pages=arithmetic.peak_pages(1),
@@ -140,6 +142,7 @@ class ModelRunner:
             device=device,
             temporary_bytes=scratch + self.slot_bytes,
         )
+        self.num_pages = agree_pages(fitting_pages)
         fitting = arithmetic.most_tokens(self.num_pages - 1, limits.max_model_len)
         if fits_context:
             self.limits = limits._replace(max_model_len=fitting)

@@ -7,10 +7,11 @@ import msgspec
 import numpy as np
 
 from jaxpaged.loading.fill import ShapeDtype
-from jaxpaged.parallel.cuts import axis_words
+from jaxpaged.parallel.cuts import ALIASES, axis_words
+from jaxpaged.parallel.mesh_config import MeshShape
 
-_SPLIT_EVENLY = ("heads", "vocab", "ffw", "shared_ffw", "gate_up")
-"""Axis words that tensor parallelism splits over all its devices; what does not come out even is padded."""
+_PAIRS = "gate_up"
+"""The axis word of numbers that lie side by side in pairs, which are never parted."""
 
 
 class ParameterSize(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +33,7 @@ class ParameterSize(msgspec.Struct, frozen=True, array_like=True):
         Args:
             parts: axis word -> devices that it is split over.
         """
-        dims = (-(-size // parts.get(axis, 1)) for size, axis in zip(self.shape, self.axes, strict=True))
+        dims = (_share(size, parts.get(axis, 1), 2 if axis == _PAIRS else 1) for size, axis in zip(self.shape, self.axes, strict=True))
         return prod(dims) * np.dtype(self.dtype_name).itemsize
 
 
@@ -50,11 +51,19 @@ def parameter_sizes(expected: Mapping[str, ShapeDtype], weights_table: Mapping[s
     )
 
 
-def tensor_parts(tensor: int, kv_heads: int) -> dict[str, int]:
-    """What tensor parallelism over so many devices splits each axis into; KV heads are never cut, and so are on several devices."""
-    return {**dict.fromkeys(_SPLIT_EVENLY, tensor), "kv_heads": gcd(tensor, kv_heads)}
+def mesh_parts(mesh: MeshShape, kv_heads: int) -> dict[str, int]:
+    """Axis word -> parts that a mesh splits it into; what does not come out even is padded. KV heads are on several devices if need be."""
+    counts = {"tensor": mesh.tensor, "expert": mesh.expert}
+    parts = {word: counts[axis] for word, axis in mesh.table.items()}
+    if "kv_heads" in parts:
+        parts["kv_heads"] = gcd(mesh.tensor, kv_heads)
+    return parts | {word: parts[alias] for word, alias in ALIASES.items() if alias in parts}
 
 
 def weight_bytes(sizes: tuple[ParameterSize, ...], parts: Mapping[str, int]) -> int:
     """Bytes of all weights on one device; `parts` as for `ParameterSize.num_bytes`."""
     return sum(size.num_bytes(parts) for size in sizes)
+
+
+def _share(size: int, parts: int, unit: int) -> int:
+    return -(-(size // unit) // parts) * unit

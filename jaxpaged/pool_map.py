@@ -3,6 +3,7 @@
 `copy_pool` takes one int32 copy of the page tables on the engine's thread, between two steps; `fold` makes the picture of it anywhere else.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -74,6 +75,24 @@ def copy_pool(scheduler: Scheduler, pages: PageManager) -> PoolCopy:
     tables = chain.from_iterable(chain.from_iterable(sequence.tables for sequence in running))
     count = sum(owner.num_pages for owner in owners) + len(idle)
     return PoolCopy(pages.num_usable, pages.page_size, owners, np.fromiter(chain(tables, idle), np.int32, count))
+
+
+def join_pools(copies: Sequence[PoolCopy], max_num_seqs: int) -> PoolCopy:
+    """The pools of several engines, one behind the other, as one.
+
+    Args:
+        copies: of each pool; at least one.
+        max_num_seqs: slots that each engine has; those of the second follow them.
+    """
+    owners, tables, idle, first = list[PageOwner](), list[np.ndarray](), list[np.ndarray](), 0
+    for number, copy in enumerate(copies):
+        owners += [owner._replace(slot=owner.slot + number * max_num_seqs) for owner in copy.owners]
+        pages = np.where(copy.pages > 0, copy.pages + np.int32(first), copy.pages)
+        num_entries = sum(owner.num_pages for owner in copy.owners)
+        tables.append(pages[:num_entries])
+        idle.append(pages[num_entries:])
+        first += copy.num_usable
+    return PoolCopy(first, copies[0].page_size, tuple(owners), np.concatenate([*tables, *idle]))
 
 
 def fold(copy: PoolCopy, max_cells: int = MAX_CELLS) -> PoolMap:

@@ -5,61 +5,99 @@ wait. `Replicas` is an engine to whoever drives it: one call of `step` has each 
 their devices work at the same time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxpaged import events
+from jaxpaged.clocks import Clocks
 from jaxpaged.engine import Engine
 from jaxpaged.engine_control import EngineControl
 from jaxpaged.engine_events import EngineEvents
 from jaxpaged.errors import EngineDeadError, QueueFullError
+from jaxpaged.page_manager import PageManager
+from jaxpaged.pool_map import PoolCopy, join_pools
 from jaxpaged.prefix_index import PrefixChain
 from jaxpaged.request import Request, RequestOutput
+from jaxpaged.scheduler import Scheduler
 from jaxpaged.sequence import Sequence as ModelSequence
 
 
 class LoadSums:
-    """A sink before the real one: what an engine says of its load becomes what all of them have; their ends are told by `Replicas`.
+    """What engines say of their loads becomes what all of them have, with their own beside it; their ends are told by `Replicas`.
 
     Args:
-        sink: takes every other event as it is.
+        sink: takes every event.
     """
 
     def __init__(self, sink: events.Sink) -> None:
         self._sink = sink
         self.engines: Sequence[Engine] = ()
 
-    def __call__(self, event: events.Event, /) -> None:
-        """Takes one event."""
+    def sink_of(self, engine: int) -> "OwnSink":
+        """The sink of the engine of that number."""
+        return OwnSink(self, engine)
+
+    def take(self, engine: int, event: events.Event) -> None:
+        """Takes one event of one engine."""
         match event:
             case events.HealthChanged() | events.EngineStopped():
                 return
+            case events.RequestFirstToken() | events.RequestFinished():
+                event = msgspec.structs.replace(event, engine=engine)
             case events.StepFinished() | events.LoadChanged():
-                schedulers, pools = [engine.scheduler for engine in self.engines], [engine.pages for engine in self.engines]
-                event = msgspec.structs.replace(
-                    event,
-                    num_running=sum(scheduler.num_running for scheduler in schedulers),
-                    num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
-                    num_pages_total=sum(pool.num_usable for pool in pools),
-                    num_pages_in_use=sum(pool.num_in_use for pool in pools),
-                    num_pages_cached=sum(pool.num_cached_idle for pool in pools),
-                )
+                loads = [_load_of(one) for one in self.engines]
+                sums = {name: sum(getattr(load, name) for load in loads) for name in events.EngineLoad.__struct_fields__}
+                event = msgspec.structs.replace(event, engine=engine, own_load=loads[engine], **sums)
             case events.RequestQueued():
-                event = msgspec.structs.replace(event, num_waiting=sum(engine.scheduler.num_waiting for engine in self.engines))
+                num_waiting = sum(one.scheduler.num_waiting for one in self.engines)
+                event = msgspec.structs.replace(event, num_waiting=num_waiting, engine=engine, own_load=_load_of(self.engines[engine]))
         self._sink(event)
+
+
+class OwnSink:
+    """The sink of one engine of several.
+
+    Args:
+        sums: see `LoadSums`.
+        engine: its number.
+    """
+
+    def __init__(self, sums: LoadSums, engine: int) -> None:
+        self._sums, self._engine = sums, engine
+
+    def __call__(self, event: events.Event, /) -> None:
+        """Takes one event."""
+        self._sums.take(self._engine, event)
 
     def close(self) -> None:
         """Whoever made the real one closes it."""
+
+
+def _load_of(engine: Engine) -> events.EngineLoad:
+    scheduler, pages = engine.scheduler, engine.pages
+    return events.EngineLoad(scheduler.num_running, scheduler.num_waiting, pages.num_usable, pages.num_in_use, pages.num_cached_idle)
+
+
+class _AllEvents(EngineEvents):
+    """What all of them together have to say; of its load each speaks for itself."""
+
+    def __init__(self, engines: Sequence[Engine], sums: LoadSums, sink: events.Sink, clocks: Clocks) -> None:
+        super().__init__(sink, clocks)
+        self._own = [(engine, EngineEvents(sums.sink_of(number), clocks)) for number, engine in enumerate(engines)]
+
+    def load_changed(self, scheduler: Scheduler, pages: PageManager) -> None:
+        for engine, emit in self._own:
+            emit.load_changed(engine.scheduler, engine.pages)
 
 
 class Replicas(Engine):
     """See the module. One thread at a time may call it.
 
     Args:
-        engines: at least two, whose sink is `sums`; nobody else calls them.
-        sums: their sink.
+        engines: at least two, whose sinks are those of `sums`, in that order; nobody else calls them.
+        sums: where their events go.
         sink: takes what all of them together have to say.
     """
 
@@ -67,7 +105,7 @@ class Replicas(Engine):
         sums.engines = self.engines = tuple(engines)
         first = engines[0]
         self.clocks = first.clocks
-        self._emit = EngineEvents(sink, first.clocks)
+        self._emit = _AllEvents(self.engines, sums, sink, first.clocks)
         self._kept: list[RequestOutput] = []
         """Outputs of a step in which an engine died afterwards."""
         self._is_closed = False
@@ -157,6 +195,9 @@ class Replicas(Engine):
         for engine in self.engines:
             engine.check_alive()
 
+    def copy_pool(self) -> PoolCopy:
+        return join_pools([engine.copy_pool() for engine in self.engines], self.engines[0].scheduler.max_num_seqs)
+
     def close(self) -> None:
         if self._is_closed:
             return
@@ -186,7 +227,7 @@ class _Schedulers:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._all = [engine.scheduler for engine in engines]
-        self.most_prompt_tokens, self.running = self._all[0].most_prompt_tokens, self._all[0].running
+        self.most_prompt_tokens = self._all[0].most_prompt_tokens
         self.max_num_seqs = sum(scheduler.max_num_seqs for scheduler in self._all)
 
     @property
@@ -246,7 +287,7 @@ class _Schedulers:
 
 
 class _Pools:
-    """Likewise of a page manager. The map of the pool is that of the first one."""
+    """Likewise of a page manager."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._all = [engine.pages for engine in engines]
@@ -263,10 +304,6 @@ class _Pools:
     @property
     def num_cached_idle(self) -> int:
         return sum(pool.num_cached_idle for pool in self._all)
-
-    @property
-    def idle_pages(self) -> Iterable[int]:
-        return self._all[0].idle_pages
 
 
 class _Runners:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from jaxpaged.engine_driver import EngineDriver
+from jaxpaged.engine_driver import Arrival, EngineDriver
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.mailbox import Mailbox
@@ -98,11 +98,11 @@ class RequestStreams:
         except RuntimeError:  # another thread has closed the engine since the check
             raise EngineDeadError("the engine is closed") from None
 
-    async def last_output_of(self, request: Request, group: QueueGroup | None = None) -> RequestOutput:
-        """Queues a request that gives one output, and waits for it. Raises as `outputs`."""
+    async def last_output_of(self, request: Request, search: Arrival, group: QueueGroup | None = None) -> RequestOutput:
+        """Queues a request that gives one output, a step of a search, and waits for it. Raises as `outputs`."""
         mailbox = Mailbox(asyncio.get_running_loop(), is_delta=False)
         with self._driver.arriving(request.request_id) as arrival:
-            self._driver.add(request, mailbox, arrival, None if request.is_let_in else group)
+            self._driver.add(request, mailbox, arrival, None if request.is_let_in else group, search)
         output = None
         try:
             output = await mailbox.get()

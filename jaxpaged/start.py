@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxpaged import events
 from jaxpaged.clocks import Clocks
 from jaxpaged.config import Config
+from jaxpaged.distributed.company import sentence_of
+from jaxpaged.errors import ConfigError
 from jaxpaged.loading.progress import Progress, TransferReport, figures, progress_on
 from jaxpaged.loading.sources import resolve
 from jaxpaged.sinks import FanOut
 from jaxpaged.tokenizer_files import require_tokenizer
 
 if TYPE_CHECKING:
+    from jaxpaged.distributed.follower import Follower
+    from jaxpaged.distributed.leader import Leader
     from jaxpaged.engine import Engine
     from jaxpaged.intake import Intake
+    from jaxpaged.loading.sources import ModelFiles
+    from jaxpaged.model_runner import Runner
 
 SAID_EVERY_S = 1.0
 
@@ -36,6 +42,10 @@ class StartReport:
     def phase(self, name: str, message: str, done: int = 0, total: int = 0) -> None:
         """Says what is done now, and how much of it is done."""
         self.emit(events.PhaseChanged(time_s=self.clocks.wall(), phase=name, message=message, done=done, total=total))
+
+    def die(self, reason: str) -> None:
+        """Says that the engine is dead; any thread may call it."""
+        self.emit(events.HealthChanged(time_s=self.clocks.wall(), state="dead", message=reason))
 
 
 class DownloadPhase:
@@ -82,28 +92,62 @@ class Started(NamedTuple):
     intake: "Intake"
 
 
-def start_engine(config: Config, sinks: Sequence[events.Sink]) -> Started:
+def start_engine(config: Config, sinks: Sequence[events.Sink], leader: "Leader | None" = None) -> Started:
     """Does everything up to "ready"; nothing is left behind when it fails.
+
+    Args:
+        leader: of the other processes of `config.distributed`, which has taken its port.
 
     Raises:
         JaxpagedError: what is wrong with the options, the model or the memory, in one sentence.
     """
+    if leader is None and config.distributed.num_processes not in (None, 1):
+        raise ConfigError(
+            f"distributed.num_processes {config.distributed.num_processes}: several processes are started with `jaxpaged serve` alone",
+            param="distributed.num_processes",
+        )
     with _no_garbage_collection():
-        return _start_engine(config, FanOut(sinks))
+        report = _begin(FanOut(sinks))
+        if leader is None:
+            return _start_engine(config, report, None)
+        try:
+            leader.join(lambda message: report.phase("join", message), report.die)
+            return _start_engine(config, report, leader)
+        except BaseException as error:
+            leader.fail(sentence_of(error))
+            raise
 
 
-def _start_engine(config: Config, emit: events.Sink) -> Started:
+def start_follower(config: Config, sinks: Sequence[events.Sink], follower: "Follower") -> "Runner":
+    """The same in a process that replays what process 0 does, which it has joined. Raises JaxpagedError."""
+    with _no_garbage_collection():
+        report = _begin(FanOut(sinks))
+        files = _find(config, report)
+        from jaxpaged.build import build_follower
+
+        return build_follower(config, files, report, follower)
+
+
+def _begin(emit: events.Sink) -> StartReport:
     clocks = Clocks()
-    report = StartReport(emit, clocks, clocks.monotonic())
     emit(events.HealthChanged(time_s=clocks.wall(), state="starting"))
+    return StartReport(emit, clocks, clocks.monotonic())
+
+
+def _start_engine(config: Config, report: StartReport, leader: "Leader | None") -> Started:
+    files = _find(config, report)
+    from jaxpaged.build import build_engine
+
+    return Started(*build_engine(config, files, report, leader))
+
+
+def _find(config: Config, report: StartReport) -> "ModelFiles":
     report.phase("find", f"finding {config.model.model}")
     files = resolve(config.model, progress=DownloadPhase(report))
     path = files.path if files.tokenizer_path is None else files.tokenizer_path
     if path.is_dir() and config.model.load_format != "dummy":
         require_tokenizer(path)
-    from jaxpaged.build import build_engine
-
-    return Started(*build_engine(config, files, report))
+    return files
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Text to token ids and back, for one model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, overload
@@ -44,6 +44,8 @@ class Tokenizer:
         special_ids: control tokens, which are left out of text unless asked for.
         token_bytes: id -> bytes of one token, without decoding the whole.
         chat_template: None if the model came without one.
+        config: what its `tokenizer_config.json` says, but for the added tokens.
+        added_tokens: id -> text of the tokens beside the vocabulary that was learnt, control tokens among them.
     """
 
     def __init__(self, stored: StoredTokenizer, *, chat_template: str | None = None) -> None:
@@ -55,11 +57,13 @@ class Tokenizer:
         """
         self._backend = stored.backend
         added = self._backend.get_added_tokens_decoder()
+        self.config: Final[Mapping[str, Any]] = stored.config or {}
+        self.added_tokens: Final = {index: token.content for index, token in added.items()}
         self.bos_token_id: Final = stored.bos_token_id
         self.eos_token_ids: Final = stored.eos_token_ids
         named = {index for index in (stored.bos_token_id, *stored.eos_token_ids) if index is not None}
         self.special_ids: Final = frozenset(named | {index for index, token in added.items() if token.special})
-        self.token_bytes: Final = TokenBytes(self._backend, {index: token.content for index, token in added.items()})
+        self.token_bytes: Final = TokenBytes(self._backend, self.added_tokens)
         self.vocab_size: Final = max(self._backend.get_vocab().values(), default=-1) + 1
         source = stored.chat_template if chat_template is None else chat_template
         bos, eos = self._spelling(stored.bos_token_id), self._spelling(next(iter(stored.eos_token_ids), None))

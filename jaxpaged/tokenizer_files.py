@@ -12,12 +12,17 @@ from jaxpaged.tiktoken_files import CHATML, END_TOKENS, QWEN_TIKTOKEN, read_tikt
 
 
 class StoredTokenizer(NamedTuple):
-    """A tokenizer and the facts beside it. `bos_token_id` is None and `eos_token_ids` empty where the model has none."""
+    """A tokenizer and the facts beside it.
+
+    `bos_token_id` is None and `eos_token_ids` empty where the model has none, and `config`, the content of `tokenizer_config.json` (without
+    the added tokens, which `backend` knows), where it came without one.
+    """
 
     backend: Tokenizer
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
+    config: Mapping[str, Any] | None = None
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -53,17 +58,19 @@ def load_folder(folder: Path) -> StoredTokenizer:
     bos_token, eos_token = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
     bos = None if bos_token is None else backend.token_to_id(bos_token)
     eos = None if eos_token is None else backend.token_to_id(eos_token)
-    return StoredTokenizer(backend, bos, () if eos is None else (eos,), _chat_template(folder, config))
+    told = {name: value for name, value in config.items() if name != "added_tokens_decoder"}
+    return StoredTokenizer(backend, bos, () if eos is None else (eos,), _chat_template(folder, config), told)
 
 
 def _load_qwen(folder: Path) -> StoredTokenizer:
     """Qwen 1's. Only chat models lay out conversations, and those name the layout in generation_config.json."""
     backend = read_tiktoken(folder / QWEN_TIKTOKEN)
-    template = _chat_template(folder, _read_json(folder / "tokenizer_config.json"))
+    config = _read_json(folder / "tokenizer_config.json")
+    template = _chat_template(folder, config)
     if template is None and _read_json(folder / "generation_config.json").get("chat_format") == "chatml":
         template = CHATML
     ends = tuple(index for name in END_TOKENS if (index := backend.token_to_id(name)) is not None)
-    return StoredTokenizer(backend, None, ends, template)
+    return StoredTokenizer(backend, None, ends, template, config)
 
 
 def bytes_alone() -> StoredTokenizer:

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import jax
 
-CAPABILITY_OF_KIND = {"A100": (8, 0), "A6000": (8, 6), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0)}
+CAPABILITY_OF_KIND = {
+    **{"A100": (8, 0), "A6000": (8, 6), "L40S": (8, 9)},
+    **{"H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0)},
+}
 """Compute capability by a word of the device kind, for devices that are not there to be asked."""
 
 
@@ -26,7 +29,7 @@ def gpu_target() -> GpuTarget | None:
     if planned is not None:
         if planned.platform != "gpu":
             return None
-        words = planned.device_kind.split()
+        words = planned.device_kind.replace("-", " ").split()
         capability = next((CAPABILITY_OF_KIND[word] for word in words if word in CAPABILITY_OF_KIND), None)
         return GpuTarget(planned.device_kind, capability, planned.num_cores)
     if jax.default_backend() != "gpu":

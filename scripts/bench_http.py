@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from jaxpaged.config import Config, LogConfig
 from jaxpaged.engine_client import Generation
 from jaxpaged.mailbox import Mailbox
+from jaxpaged.queue_group import QueueGroup
 from jaxpaged.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
 from server.app import create_app
 from server.auth import ApiKeys
@@ -55,7 +56,13 @@ class PacedEngine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def generate(
-        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        group: QueueGroup | None = None,
     ) -> Generation:
         """See `EngineClient`."""
         return Generation(lambda _: self._outputs(params or SamplingParams(), str(request_id)))

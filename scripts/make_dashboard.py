@@ -57,7 +57,7 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 [
                     (gauge("num_requests_running"), "running"),
                     (gauge("num_requests_waiting"), "waiting"),
-                    (gauge("max_num_seqs"), "max_num_seqs"),
+                    (f"{gauge('max_num_seqs')} * {gauge('num_engines')}", "max_num_seqs"),
                 ],
             ),
             ("Batch", "short", [(gauge("batch_sequences"), "sequences"), (gauge("batch_tokens"), "tokens")]),

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import resource
@@ -14,6 +15,10 @@ from typing import IO, TYPE_CHECKING
 
 from jaxpaged.cli_parser import load_options
 from jaxpaged.config import Config, ServerConfig
+from jaxpaged.distributed.following import follow
+from jaxpaged.distributed.leader import Leader
+from jaxpaged.distributed.settings import read_processes
+from jaxpaged.distributed.terms import terms_of
 from jaxpaged.engine_client import EngineClient
 from jaxpaged.events import Sink
 from jaxpaged.sinks import open_log
@@ -32,9 +37,14 @@ OTHER_FILES = 256
 
 def make_async_llm(config: Config, sinks: Sequence[Sink]) -> EngineClient:
     """The real engine."""
+    return make_leading_llm(None, config, sinks)
+
+
+def make_leading_llm(leader: Leader | None, config: Config, sinks: Sequence[Sink]) -> EngineClient:
+    """The real engine, with the other processes that share its model."""
     from jaxpaged.async_llm import AsyncLLM
 
-    return AsyncLLM(config=config, sinks=sinks)
+    return AsyncLLM(config=config, sinks=sinks, leader=leader)
 
 
 def make_app(service: "Service") -> "App":
@@ -54,12 +64,20 @@ def run(
         JaxpagedError: the options, a file or a port are at fault, or the model cannot be loaded.
     """
     config = load_options(args, model=args.model_name).config
+    processes = read_processes(config.distributed, os.environ)
+    if processes is not None and processes.index:
+        return follow(config, processes)
     options = config.server
     keys = read_keys(config)
     tls = tls_context(options)
     public = bind_port(options.host, options.port)
     with contextlib.ExitStack() as stack:
         stack.callback(close_all, public)
+        if processes is not None:
+            leader = Leader(processes, terms_of(config))
+            leader.listen()
+            stack.callback(leader.fail, "process 0 could not start")
+            make_engine = functools.partial(make_leading_llm, leader)
         admin = bind_port(ADMIN_HOST, options.admin_port, param="server.admin_port") if options.admin_port is not None else []
         stack.callback(close_all, admin)
         if options.admin_socket is not None:

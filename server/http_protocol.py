@@ -52,9 +52,11 @@ class ChunkWriter:
     Args:
         cycle: whose answer.
         max_unsent: parts that may wait for a client that does not keep up.
+        is_framed: with the length of each part before it, as HTTP/1.1 has it.
     """
 
-    def __init__(self, cycle: RequestResponseCycle, max_unsent: int) -> None:
+    def __init__(self, cycle: RequestResponseCycle, max_unsent: int, *, is_framed: bool) -> None:
+        self._is_framed = is_framed
         self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
         self._max_unsent, self._num_unsent = max_unsent, 0
 
@@ -69,9 +71,21 @@ class ChunkWriter:
             return
         transport = self._transport
         self._num_unsent = self._num_unsent + 1 if transport.get_write_buffer_size() else 0
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_framed else data)
         if self._num_unsent >= self._max_unsent:
             transport.set_write_buffer_limits(high=0)  # pauses at once, until all of it is sent
+
+
+def _answer_in_one_piece(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks, and no 100 Continue: an answer without a length ends with its connection. uvicorn sends chunks."""
+    cycle.chunked_encoding, cycle.waiting_for_100_continue = False, False
+    send = cycle.send
+
+    async def send_unframed(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unframed  # type: ignore[method-assign]
 
 
 def chunk_writer(scope: Mapping[str, Any]) -> ChunkWriter | None:
@@ -197,7 +211,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._arm(self._options.body_timeout_s)
         super().on_headers_complete()
-        chunks = ChunkWriter(self.cycle, self._options.max_unsent_events)
+        is_framed = self.parser.get_http_version() != "1.0"
+        if not is_framed:
+            _answer_in_one_piece(self.cycle)
+        chunks = ChunkWriter(self.cycle, self._options.max_unsent_events, is_framed=is_framed)
         self.scope["extensions"] = {_CHUNKS: chunks, _REFUSAL: Refusal()}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:

@@ -122,13 +122,22 @@ def check_limits(body: SamplingFields, num_prompts: int, limits: LimitsConfig) -
     """Raises InvalidRequestError naming the field, what was given and the limit."""
     n = 1 if body.n is None else body.n
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    _at_least_one("n", n, limits.max_n, "limits.max_n")
     _at_most("n", n, limits.max_n, "limits.max_n", "answers")
     _at_most("prompt", num_prompts, limits.max_prompts, "limits.max_prompts", "prompts")
     _at_most("n", n * num_prompts, limits.max_answers, "limits.max_answers", "answers in all")
     _at_most("stop", len(stops), limits.max_stop, "limits.max_stop", "strings")
+    if "" in stops:
+        _at_least_one("the number of characters of a string of stop", 0, limits.max_stop_chars, "limits.max_stop_chars", param="stop")
     _at_most("stop", max(map(len, stops), default=0), limits.max_stop_chars, "limits.max_stop_chars", "characters in a string")
     _at_most("stop_token_ids", len(body.stop_token_ids or ()), limits.max_stop_token_ids, "limits.max_stop_token_ids", "ids")
     _at_most("logit_bias", len(body.logit_bias or ()), limits.max_logit_bias, "limits.max_logit_bias", "ids")
+
+
+def _at_least_one(what: str, given: int, limit: int, option: str, *, param: str | None = None) -> None:
+    # Before the engine, whose own limits are wider, says so.
+    if given < 1:
+        raise InvalidRequestError(f"{what} is from 1 to {limit} ({option}), got {given}", param=param or what)
 
 
 def _at_most(field: str, given: int, limit: int, option: str, what: str) -> None:

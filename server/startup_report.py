@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def memory_table(started: events.EngineStarted) -> list[str]:
-    """Weights, pool, and what fits in it."""
+    """Weights, pool, and what fits in it; of one copy of the model, where there are several."""
     num_tokens = started.num_pages * started.page_size
     pages_of_longest = -(-started.max_model_len // started.page_size)
     rows = [
@@ -21,6 +21,7 @@ def memory_table(started: events.EngineStarted) -> list[str]:
         ("tokens that fit", f"{num_tokens:,}"),
         ("requests at full length", f"{started.num_pages // pages_of_longest:,} of {started.max_model_len:,} tokens"),
         ("requests at once", f"{started.max_num_seqs:,}"),
+        *([("copies", f"{started.num_engines:,}, each with all of this")] if started.num_engines > 1 else []),
     ]
     width = max(len(name) for name, _ in rows) + 2
     return [f"  {name:<{width}}{value}" for name, value in rows]

@@ -48,6 +48,7 @@ AREAS = {
     "kernels": "kernels",
     "models": "models and meshes",
     "parallel": "models and meshes",
+    "distributed": "models and meshes",
     "observability": "observability",
     "speed": "speed",
 }

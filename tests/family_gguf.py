@@ -8,6 +8,9 @@ import numpy as np
 
 from tests.tiny_model import Tensors, permute_rotary_rows
 
+_INTERLEAVED = ("llama", "granite")
+"""Architectures whose q and k rows the converter stores in another order."""
+
 
 def write_family_gguf(
     path: str | Path, architecture: str, tensors: Tensors, hf_config: Mapping[str, Any], *, extra: Tensors, **metadata: Any
@@ -15,7 +18,7 @@ def write_family_gguf(
     """Writes a model of `tests.tiny_families` by the converter's own table of names; all tensors as F32, without tokenizer.
 
     Args:
-        architecture: llama.cpp's word: q and k rows of `llama` are interleaved, norms of Gemmas are stored with 1 added.
+        architecture: llama.cpp's word: q and k rows of some are interleaved, norms of Gemmas are stored with 1 added.
         hf_config: config.json of the same model.
         extra: further tensors by llama.cpp's names.
         metadata: further keys, without the architecture before them and with `__` for a dot.
@@ -49,9 +52,9 @@ def write_family_gguf(
         tensors = _as_in_gpt_oss(tensors)
     for name, tensor in _experts_together(tensors).items():
         stored = np.squeeze(tensor)
-        if architecture == "llama" and "q_proj" in name:
+        if architecture in _INTERLEAVED and "q_proj" in name:
             stored = permute_rotary_rows(tensor, heads)
-        elif architecture == "llama" and "k_proj" in name:
+        elif architecture in _INTERLEAVED and "k_proj" in name:
             stored = permute_rotary_rows(tensor, kv_heads)
         elif architecture.startswith("gemma") and "norm" in name:
             stored = tensor + np.float32(1)

@@ -1,11 +1,14 @@
 """Tiny models' programs, compiled with little optimisation: where seconds of compiling would buy microseconds of running."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import pytest
 
+from jaxpaged import model_runner
 from jaxpaged.batch import BatchLayout
 from jaxpaged.config import MIB
 from jaxpaged.programs import Compiled, compile_all
@@ -21,6 +24,14 @@ def compile_one(lowered: jax.stages.Lowered) -> Any:
     """Compiles a program: quickly that of a tiny model."""
     num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in jax.tree.leaves(lowered.in_avals))
     return lowered.compile(compiler_options=QUICKLY if num_bytes < TINY_BYTES else None)
+
+
+@contextlib.contextmanager
+def quick_runners() -> Iterator[None]:
+    """While inside, model runners compile tiny models quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "compile_all", compile_all_quickly)
+        yield
 
 
 class _Lowered:

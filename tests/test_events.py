@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import events
-from jaxpaged.events import Event, from_line, to_line
+from jaxpaged.events import EngineLoad, Event, from_line, to_line
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -19,6 +19,7 @@ VALUES = {
     bool: st.booleans(),
     float | None: st.none() | finite,
     str | None: st.none() | texts,
+    EngineLoad | None: st.none() | st.builds(EngineLoad, **dict.fromkeys(EngineLoad.__struct_fields__, st.integers(0, 2**63 - 1))),
     tuple[int, ...]: st.lists(st.integers(0, 2**63 - 1), max_size=12).map(tuple),
     tuple[str, ...]: st.lists(texts, max_size=4).map(tuple),
 }
@@ -41,7 +42,7 @@ def test_from_line_is_the_inverse_of_to_line(event: Event) -> None:
 def test_every_event_names_itself() -> None:
     for kind in get_args(Event):
         samples = {str: "a", int: 1, float: 0.5, bool: True, float | None: None, str | None: None}
-        samples |= {tuple[int, ...]: (1, 2), tuple[str, ...]: ("a", "b")}
+        samples |= {EngineLoad | None: EngineLoad(1, 2, 3, 4, 5), tuple[int, ...]: (1, 2), tuple[str, ...]: ("a", "b")}
         event = kind(**{field.name: samples[field.type] for field in msgspec.structs.fields(kind)})
         assert to_line(event).startswith(b'{"event":"' + kind.__name__.encode() + b'"')
         assert type(from_line(to_line(event))) is kind

@@ -17,7 +17,7 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.sinks import QueueSink, open_log
 from jaxpaged.startup_progress import open_startup_progress
 
-SERVER_SECTIONS = frozenset({"server", "limits", "metrics", "tracing", "diagnose"})
+SERVER_SECTIONS = frozenset({"server", "limits", "metrics", "tracing", "diagnose", "distributed"})
 """Options that mean nothing without a server."""
 
 

@@ -20,7 +20,9 @@ from jaxpaged.option_values import parse_size
 def add_arguments(parser: Parser) -> None:
     """See `commands`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the model (the same as --model)")
-    parser.add_argument("--devices", type=integer, metavar="N", help="devices that share the model (default: as the options say)")
+    parser.add_argument(
+        "--devices", type=integer, metavar="N", help="devices that share the model, in tensor parallel (default: as the options say)"
+    )
     parser.add_argument(
         "--device-memory", metavar="SIZE", help="plan for GPUs with so much memory each, such as 24GiB (default: this machine)"
     )
@@ -39,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.loading.checkpoint import open_checkpoint
     from jaxpaged.memory_plan import Room
     from jaxpaged.model_loader import describe_model
+    from jaxpaged.parallel.mesh_config import MeshShape
 
     if args.device_memory is None:
         room = room_here()
@@ -49,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         room = Room(int(given * config.cache.gpu_memory_utilization))
     with open_checkpoint(files, load_format=load_format) as checkpoint:
         described = describe_model(config.model, checkpoint, is_gpu=room.takes_all)
-    plan = FitCheck(config, described.description, room).require(args.devices)
+    mesh = None if args.devices is None else MeshShape(tensor=args.devices)
+    plan = FitCheck(config, described.description, room).require(mesh)
     if args.json:
         write_lines(sys.stdout, [msgspec.json.encode(plan).decode()])
         return 0

@@ -130,14 +130,16 @@ def row_limit(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
         return None
     span = [window for window in seen.windows if is_so(window)]
     pool = max(window.pool or 0 for window in span)
-    room = most * limits.pool_full / pool if pool else 2 * most
+    # The option is of one copy of the model.
+    each = most / seen.limits.get("num_engines", 1)
+    room = each * limits.pool_full / pool if pool else 2 * each
     evidence = [
         Evidence("time at the limit of sequences with requests waiting", 100 * share, "%", 100 * limits.lasting_share, *_span(span)),
         Evidence("requests waiting", _mean(span, lambda window: window.waiting), "requests", 1, *_span(span)),
         Evidence("page pool in use", 100 * pool, "%", 100 * limits.pool_room, *_span(span)),
     ]
-    to = max(int(most) + 1, math.floor(min(2 * most, room)))
-    return Cause(evidence, Change(option="scheduler.max_num_seqs", from_value=int(most), to_value=to))
+    to = max(int(each) + 1, math.floor(min(2 * each, room)))
+    return Cause(evidence, Change(option="scheduler.max_num_seqs", from_value=int(each), to_value=to))
 
 
 def batch_too_small(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
@@ -169,7 +171,7 @@ def batch_too_small(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
 
 def overloaded(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
     """A queue that stays, with no room for more."""
-    most = seen.limits.get("max_num_seqs")
+    each = seen.limits.get("max_num_seqs", 32) / seen.limits.get("num_engines", 1)
 
     def is_so(window: Window) -> bool:
         waiting = window.waiting or 0
@@ -190,9 +192,7 @@ def overloaded(seen: Observation, limits: DiagnoseConfig) -> Cause | None:
     ]
     if refusals:
         evidence.append(Evidence("requests refused", refusals, "requests", MIN_REQUESTS, *_span(refused)))
-    return Cause(
-        evidence, Change(option="scheduler.max_num_queued_requests", from_value=None, to_value=int(most or 32), advice="add a replica")
-    )
+    return Cause(evidence, Change(option="scheduler.max_num_queued_requests", from_value=None, to_value=int(each), advice="add a replica"))
 
 
 def giant_prompt(seen: Observation, limits: DiagnoseConfig) -> Cause | None:

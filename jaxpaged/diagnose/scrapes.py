@@ -42,7 +42,11 @@ HISTOGRAMS: Final = {
     "rows": ("jaxpaged_step_sequences",),
 }
 HELD = "jaxpaged_admission_decisions_total"
-LIMITS: Final = {"max_num_seqs": "jaxpaged_max_num_seqs", "max_num_batched_tokens": "jaxpaged_max_num_batched_tokens"}
+LIMITS: Final = {
+    "max_num_seqs": "jaxpaged_max_num_seqs",
+    "max_num_batched_tokens": "jaxpaged_max_num_batched_tokens",
+    "num_engines": "jaxpaged_num_engines",
+}
 ENGINE_INFO = "jaxpaged_engine_info"
 PAUSED = "jaxpaged_engine_is_paused"
 
@@ -68,6 +72,8 @@ def observe(scrapes: Sequence[Scrape], source: str, *, is_dated: bool = True) ->
     if scrapes:
         last = scrapes[-1]
         limits = {name: value for name, key in LIMITS.items() if (value := _gauge(last, (key,))) is not None}
+        if "max_num_seqs" in limits:
+            limits["max_num_seqs"] *= limits.get("num_engines", 1)
         facts = {name: text for (key, labels), _ in last.values.items() if key == ENGINE_INFO for name, text in labels}
     return Observation(source=source, windows=windows, limits=limits, facts=facts, is_dated=is_dated)
 
@@ -75,6 +81,7 @@ def observe(scrapes: Sequence[Scrape], source: str, *, is_dated: bool = True) ->
 def window_between(before: Scrape, after: Scrape) -> Window:
     """What happened between two moments. A counter that fell, as at a restart, counts from 0."""
     told: dict[str, Any] = {name: _gauge(after, names) for name, names in GAUGES.items()}
+    told["pool"] = _mean_gauge(after, GAUGES["pool"])
     told |= {name: _growth(before, after, names) for name, names in COUNTERS.items()}
     told |= {name: _labelled_growth(before, after, *where) for name, where in LABELLED.items()}
     told |= {name: _new(before, after, names) for name, names in HISTOGRAMS.items()}
@@ -102,6 +109,14 @@ def _gauge(scrape: Scrape, names: Iterable[str]) -> float | None:
     for name in names:
         if values := _sums(scrape, name):
             return sum(values)
+    return None
+
+
+def _mean_gauge(scrape: Scrape, names: Iterable[str]) -> float | None:
+    """A share, of several engines that tell one each."""
+    for name in names:
+        if values := _sums(scrape, name):
+            return sum(values) / len(values)
     return None
 
 

@@ -74,7 +74,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         source: what it is, for people.
         windows: in order of time.
-        limits: max_num_seqs, max_num_batched_tokens where told.
+        limits: max_num_seqs (of all copies of the model together), max_num_batched_tokens (of one), num_engines (copies) where told.
         facts: model, dtype, platform, attention where told.
         is_dated: whether times are dates.
     """

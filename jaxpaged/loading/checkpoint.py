@@ -79,8 +79,8 @@ def open_checkpoint(files: "ModelFiles", *, load_format: str = "auto") -> Checkp
         CheckpointError: a file is missing, cut or malformed; the message names it.
         UnsupportedModelError: an architecture, rope type, quantization or file format that is known and not run.
     """
-    from jaxpaged.loading.model_config import has_mxfp4
-    from jaxpaged.loading.mxfp4 import dequantized
+    from jaxpaged.loading import fp8, mxfp4
+    from jaxpaged.loading.quantization_config import fp8_scales, has_mxfp4
     from jaxpaged.loading.split_tensors import split_fused
 
     if load_format == "dummy" and files.kind == "folder":
@@ -95,7 +95,8 @@ def open_checkpoint(files: "ModelFiles", *, load_format: str = "auto") -> Checkp
     names = checkpoint.hf_config["architectures"]
     try:
         if has_mxfp4(checkpoint.hf_config):
-            return dequantized(checkpoint)
+            return mxfp4.dequantized(checkpoint)
+        checkpoint = fp8.dequantized(checkpoint, fp8_scales(checkpoint.hf_config))
         if any(name in HF_ARCHITECTURES and HF_ARCHITECTURES[name].is_fused for name in names):
             return split_fused(checkpoint)
         return checkpoint

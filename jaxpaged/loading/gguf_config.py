@@ -136,6 +136,19 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             has_joined_experts=True,
             is_scaling_rounded=False,
         ),
+        "granite": GgufArchitecture(
+            "GraniteForCausalLM",
+            _LAYER_NAMES,
+            are_rotary_rows_interleaved=True,
+            hf_keys=MappingProxyType(
+                {
+                    "embedding_scale": "embedding_multiplier",
+                    "attention.scale": "attention_multiplier",
+                    "residual_scale": "residual_multiplier",
+                    "logit_scale": "logits_scaling",
+                }
+            ),
+        ),
         "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LAYER_NAMES, **_QK_NORMS}),
         "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM", {**_mixture_names("mlp.gate", "mlp.experts", _EXPERTS), **_QK_NORMS}),
     }

@@ -29,6 +29,8 @@ _GEMMA: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+_GEMMA_POSITIVES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
 _QWEN_MIXTURE: Mapping[str, Any] = MappingProxyType({**_DEFAULTS, "max_position_embeddings": 32_768, "norm_topk_prob": False})
 
 
@@ -40,6 +42,7 @@ class HfArchitecture(NamedTuple):
         defaults: values of keys that are left out or null.
         absent: values of keys that are left out, where null has a meaning of its own.
         renamed: its words for keys -> ours.
+        positives: keys of its own that are positive numbers, or null.
         window_rule: which layers are windowed.
         has_layer_types: whether a list `layer_types` goes before the rule.
         default_window: `sliding_window` when the key is left out; a null there means none.
@@ -57,6 +60,7 @@ class HfArchitecture(NamedTuple):
     defaults: Mapping[str, Any]
     absent: Mapping[str, Any] = MappingProxyType({})
     renamed: Mapping[str, str] = MappingProxyType({})
+    positives: tuple[str, ...] = ()
     window_rule: WindowRule = "none"
     has_layer_types: bool = False
     default_window: int | None = None
@@ -135,6 +139,7 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
                 "swiglu_limit": 7.0,
                 "swiglu_alpha": 1.702,
             },
+            positives=("swiglu_limit", "swiglu_alpha"),
             window_rule="alternating",
             has_layer_types=True,
             default_window=128,
@@ -164,6 +169,7 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             "gemma2",
             {**_GEMMA, "max_position_embeddings": 8192},
             {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            positives=_GEMMA_POSITIVES,
             window_rule="alternating",
             has_layer_types=True,
             default_window=4096,
@@ -172,11 +178,24 @@ HF_ARCHITECTURES: Mapping[str, HfArchitecture] = MappingProxyType(
             "gemma3_text",
             {**_GEMMA, "max_position_embeddings": 131_072},
             {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            positives=_GEMMA_POSITIVES,
             window_rule="five of six",
             has_layer_types=True,
             default_window=4096,
             rope_theta=1_000_000.0,
             local_rope_theta=10_000.0,
+        ),
+        "GraniteForCausalLM": HfArchitecture(
+            "granite",
+            {
+                **_DEFAULTS,
+                "max_position_embeddings": 2048,
+                "embedding_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
+            positives=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
         ),
         "BertModel": HfArchitecture(
             "bert",

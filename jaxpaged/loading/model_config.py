@@ -11,11 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.config_values import MAX_COUNT, is_count, is_number, is_positive, kind_of
-from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfArchitecture, HfConfig
+from jaxpaged.loading.hf_architectures import HF_ARCHITECTURES, HfConfig
 from jaxpaged.loading.layer_windows import settle_windows
 from jaxpaged.loading.mixture_config import settle_mixture
+from jaxpaged.loading.quantization_config import check_quantization
 from jaxpaged.loading.rope_config import settle_rope
 
 _MODEL_TYPES = MappingProxyType({known.model_type: name for name, known in HF_ARCHITECTURES.items()})
@@ -83,7 +84,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
         `bos_token_id` and `eos_token_id` are there and may be None. Whether an architecture or a rope type is run, the models say.
 
     Raises:
-        UnsupportedModelError: quantized weights, or heads that are rotated in part.
+        UnsupportedModelError: weights quantized in a way that is not read, or heads that are rotated in part.
         CheckpointError: a key is missing or its value makes no sense; all such keys at once.
     """
     config = dict(raw)
@@ -91,7 +92,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     known = next((HF_ARCHITECTURES[name] for name in names if name in HF_ARCHITECTURES), None)
     if known is None:
         return config
-    _refuse_quantization(config, known, source)
+    check_quantization(config, source, may_be_mxfp4=known.may_be_mxfp4)
     for theirs, key in known.renamed.items():
         if theirs in config:
             config.setdefault(key, config[theirs])
@@ -110,7 +111,7 @@ def settle(raw: Mapping[str, Any], source: str) -> HfConfig:
     for key in ("hidden_act", "hidden_activation"):
         if not isinstance(config.get(key, ""), str):
             faults.append(f"{key} should be a name, not {config[key]!r:.60}")
-    for key in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit", "swiglu_alpha"):
+    for key in known.positives:
         if config.get(key) is not None and not is_positive(config[key]):
             faults.append(f"{key} should be a positive number, not {config[key]!r:.60}")
     faults += settle_rope(config, known, source, has_sizes=has_sizes)
@@ -157,20 +158,6 @@ def _settle_counts(config: HfConfig) -> list[str]:
     if config["head_dim"] % 2:
         faults.append(f"head_dim {config['head_dim']} is odd; rotary positions need an even one")
     return faults
-
-
-def has_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Whether a config says that experts are stored in 4 bits."""
-    quantization = config.get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
-
-
-def _refuse_quantization(config: Mapping[str, Any], architecture: HfArchitecture, source: str) -> None:
-    for key in ("quantization_config", "compression_config"):
-        quantization = config.get(key)
-        if quantization and not (architecture.may_be_mxfp4 and key == "quantization_config" and has_mxfp4(config)):
-            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-            raise UnsupportedModelError(f"{source}: quantized weights ({key}: {method!s:.60}) are not supported; use the unquantized model")
 
 
 def _token_ids(config: Mapping[str, Any], key: str, source: str) -> list[int]:

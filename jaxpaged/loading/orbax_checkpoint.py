@@ -1,14 +1,16 @@
 """Opens and writes a model as an Orbax checkpoint: our own parameters, stacked and in their kept type, each stored in chunks.
 
 A folder has `config.json` and the tokenizer's files as Hugging Face's have them, `jaxpaged.json` (what is stored, and which conversion it
-was), and the folder `orbax` with the arrays by their paths. An array is restored with any sharding: each device reads the chunks of its
-own part. Orbax is imported when arrays are written or read, and not before.
+was), and the folder `orbax` with the arrays by their paths. Orbax writes it; it is read by TensorStore, which Orbax stores its arrays with:
+a part of an array is read without the rest, whatever the mesh it is for. Both are imported when they are needed, and not before.
 """
 
 import os
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by name once it is imported)
 import msgspec
@@ -17,13 +19,16 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import NativeDtype, StoredTensor
 from jaxpaged.loading.file_choice import ORBAX_FOLDER
-from jaxpaged.loading.fill import ShapeDtype
+from jaxpaged.loading.fill import ShapeDtype, aligned_empty
 from jaxpaged.loading.model_config import read_folder_config, read_generation_config
 
 MANIFEST = "jaxpaged.json"
 _FORMAT = "jaxpaged orbax 1"
 _CHUNK_BYTES = 64 * 2**20
 """Of one chunk at most: what a device reads too much, where its part ends inside of one."""
+_CACHED_BYTES = 2 * _CHUNK_BYTES
+"""Of chunks kept unpacked, so that devices whose parts lie in the same one do not each unpack it."""
+_ARRAY = "/.zarray"
 _MOST_FAULTS = 20
 
 
@@ -37,7 +42,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class OrbaxCheckpoint:
-    """See `checkpoint.Checkpoint`: a folder's configs, and parameters in place of tensors, which `read_parameters` gives."""
+    """See `checkpoint.Checkpoint`: a folder's configs, and parameters in place of tensors: `read_parameters`, `stored_parameters`."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the configs.
@@ -87,50 +92,54 @@ class OrbaxCheckpoint:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def read_parameters(
-        self,
-        expected: Mapping[str, ShapeDtype],
-        *,
-        shardings: Mapping[str, Any] | None = None,
-        on_bytes: Callable[[int], None] = lambda _: None,
-    ) -> dict[str, Any]:
-        """Every parameter, one after the other.
+    def stored_parameters(self, expected: Mapping[str, ShapeDtype]) -> "dict[str, StoredParameter]":
+        """Every parameter, none of it read yet.
 
         Args:
             expected: parameter path -> shape, and type to give it in.
-            shardings: parameter path -> `jax.sharding.Sharding` to restore it with; None: to host memory.
+
+        Raises:
+            CheckpointError: parameters that are missing, unknown or of another shape, all of them by name; or a folder that cannot be read.
+        """
+        import tensorstore
+
+        place = (self.folder / ORBAX_FOLDER).resolve()
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHED_BYTES}})
+        store = {"driver": "ocdbt", "base": f"file://{quote(str(place))}/"}
+        found: dict[str, StoredParameter] = {}
+        try:
+            keys = tensorstore.KvStore.open(store, context=context).result().list().result()
+            for name in sorted(key.decode().removesuffix(_ARRAY) for key in keys if key.decode().endswith(_ARRAY)):
+                spec = {"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}, "recheck_cached_data": False}
+                array = tensorstore.open(spec, open=True, read=True, context=context).result()
+                dtype = np.dtype(expected[name].dtype) if name in expected else array.dtype.numpy_dtype
+                found[name] = StoredParameter(f"{name} in {place}", array, dtype)
+        except Exception as error:  # the library raises many kinds
+            raise CheckpointError(f"{place} is no Orbax checkpoint that can be read: {_first_line(error)}") from error
+        self._refuse_faults({name: parameter.shape for name, parameter in found.items()}, expected)
+        return {path: found[path] for path in expected}
+
+    def read_parameters(
+        self, expected: Mapping[str, ShapeDtype], *, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> dict[str, np.ndarray]:
+        """Every parameter whole, one after the other.
+
+        Args:
+            expected: parameter path -> shape, and type to give it in.
             on_bytes: told the size of each as it is there.
 
         Returns:
-            Parameter path -> numpy array, or with shardings `jax.Array`.
+            Parameter path -> array of 64-byte aligned memory.
 
         Raises:
-            CheckpointError: parameters that are missing, unknown or of another shape, all of them by name, before any is read; chunks that
-                are cut or damaged; values that the type cannot hold.
+            CheckpointError: as `stored_parameters`, before anything is read; chunks that are cut or damaged; values that the type cannot
+                hold.
         """
-        import jax
-        import orbax.checkpoint as ocp
-
-        place = (self.folder / ORBAX_FOLDER).resolve()
-        handler = ocp.PyTreeCheckpointHandler()
-        try:
-            stored = handler.metadata(place).tree
-        except Exception as error:  # the library raises many kinds
-            raise CheckpointError(f"{place} is no Orbax checkpoint that can be read: {_first_line(error)}") from error
-        self._refuse_faults({name: tuple(array.shape) for name, array in stored.items()}, expected)
-        arrays: dict[str, Any] = {}
-        for path, like in expected.items():
-            if shardings is None:
-                wanted = ocp.RestoreArgs(restore_type=np.ndarray)
-            else:
-                wanted = ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=shardings[path], global_shape=tuple(like.shape))
-            try:
-                args = ocp.args.PyTreeRestore(item={path: 0}, restore_args={path: wanted}, partial_restore=True)
-                array = handler.restore(place, args=args)[path]
-            except Exception as error:
-                raise CheckpointError(f"{path} in {place} cannot be read: {_first_line(error)}") from error
-            arrays[path] = _in_dtype(path, array, np.dtype(like.dtype))
-            on_bytes(array.nbytes)
+        arrays: dict[str, np.ndarray] = {}
+        for path, parameter in self.stored_parameters(expected).items():
+            arrays[path] = aligned_empty(parameter.shape, parameter.dtype)
+            arrays[path][...] = parameter
+            on_bytes(arrays[path].nbytes)
         return arrays
 
     def _refuse_faults(self, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, ShapeDtype]) -> None:
@@ -144,6 +153,42 @@ class OrbaxCheckpoint:
         if faults:
             more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
             raise CheckpointError(f"{self.folder}: the parameters do not fit the config: {'; '.join(faults[:_MOST_FAULTS])}{more}")
+
+
+class StoredParameter:
+    """A parameter in the files, or a part of one: `np.asarray` reads it, and no more than it. An index is made of slices.
+
+    Attributes:
+        shape: of what would be read.
+        dtype: type that it is given in.
+    """
+
+    def __init__(self, name: str, array: Any, dtype: np.dtype) -> None:
+        self._name, self._array, self.dtype = name, array, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._array.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading it gives."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "StoredParameter":
+        return StoredParameter(self._name, self._array[index].translate_to[0], self.dtype)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        """Reads. Raises CheckpointError for chunks that are cut or damaged, and values that the type cannot hold."""
+        try:
+            stored = self._array.read().result()
+        except Exception as error:  # the library raises many kinds
+            raise CheckpointError(f"{self._name} cannot be read: {_first_line(error)}") from error
+        try:
+            with np.errstate(over="raise", invalid="ignore"):
+                return np.asarray(stored, self.dtype)
+        except FloatingPointError:
+            raise CheckpointError(f"{self._name} holds values beyond the range of {self.dtype}: choose another dtype") from None
 
 
 def write_parameters(folder: Path, arrays: Mapping[str, np.ndarray], dtype: NativeDtype) -> None:
@@ -163,7 +208,7 @@ def write_parameters(folder: Path, arrays: Mapping[str, np.ndarray], dtype: Nati
     device = jax.local_devices(backend="cpu")[0]
     tree = {path: jax.device_put(array, device, may_alias=True) for path, array in arrays.items()}
     try:
-        handler = ocp.PyTreeCheckpointHandler()
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
         with ocp.Checkpointer(handler) as checkpointer:
             save_args = {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in tree}
             checkpointer.save((folder / ORBAX_FOLDER).resolve(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
@@ -173,18 +218,6 @@ def write_parameters(folder: Path, arrays: Mapping[str, np.ndarray], dtype: Nati
         raise CheckpointError(f"{folder} cannot be written: {_first_line(error)}") from error
     manifest = _Manifest(_FORMAT, dtype, sum(array.nbytes for array in arrays.values()), os.urandom(16).hex())
     (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-
-
-def _in_dtype(path: str, array: Any, dtype: np.dtype) -> Any:
-    if array.dtype == dtype:
-        return array
-    if not isinstance(array, np.ndarray):
-        return array.astype(dtype)
-    try:
-        with np.errstate(over="raise", invalid="ignore"):
-            return array.astype(dtype)
-    except FloatingPointError:
-        raise CheckpointError(f"{path} holds values beyond the range of {dtype}: choose another dtype") from None
 
 
 def _first_line(error: Exception) -> str:

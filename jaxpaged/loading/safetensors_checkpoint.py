@@ -19,7 +19,8 @@ from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import NativeDtype, StoredTensor, some_of
 from jaxpaged.loading.fill import IGNORABLE
 from jaxpaged.loading.mapped_file import MappedFile
-from jaxpaged.loading.model_config import has_mxfp4, read_folder_config, read_generation_config
+from jaxpaged.loading.model_config import read_folder_config, read_generation_config
+from jaxpaged.loading.quantization_config import fp8_scales, has_mxfp4
 from jaxpaged.loading.safetensors_header import StoredBytes, bounded_json, read_safetensors_header
 
 _INDEX = "model.safetensors.index.json"
@@ -30,6 +31,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _BYTES: dict[str, np.dtype] = {"U8": np.dtype(np.uint8)}
 """Of weights in 4 bits, where the config says that there are some; see `loading.mxfp4`."""
+_FP8: dict[str, np.dtype] = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
+_FP8_SCALES: dict[str, np.dtype] = {"F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
+"""Scales that are powers of two, where the config says that there are some; see `loading.fp8`."""
 _NATIVE: dict[str, NativeDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -45,7 +49,8 @@ class SafetensorsCheckpoint:
 
         Raises:
             CheckpointError: files that are missing, cut, left over or contradictory, by name.
-            UnsupportedModelError: see `model_config.settle`; weights stored as anything but F32, F16 and BF16, or in pickle files.
+            UnsupportedModelError: see `model_config.settle`; weights stored as anything but floats of 32, 16 and 8 bits, or in
+                pickle files.
         """
         self.folder = folder
         self.hf_config: dict[str, Any] = read_folder_config(folder)
@@ -60,8 +65,9 @@ class SafetensorsCheckpoint:
             raise
         num_values = Counter[str]()
         for _, stored in self._places.values():
-            num_values[stored.dtype_name] += prod(stored.shape) if stored.dtype_name in _NATIVE else 0
-        self.native_dtype: NativeDtype = _NATIVE[max(_NATIVE, key=lambda name: num_values[name])]
+            num_values[stored.dtype_name] += prod(stored.shape)
+        most = max((*_NATIVE, *_FP8), key=lambda name: num_values[name])
+        self.native_dtype: NativeDtype = _NATIVE[most] if most in _NATIVE else self._dtype_of_config()
 
     def names(self) -> set[str]:
         return set(self.tensors)
@@ -171,8 +177,15 @@ class SafetensorsCheckpoint:
         self._places = {
             name: place for name, place in self._places.items() if place[1].dtype_name in _DTYPES or not name.endswith(IGNORABLE)
         }
-        dtypes = _DTYPES | _BYTES if has_mxfp4(self.hf_config) else _DTYPES
+        dtypes = _DTYPES | _FP8
+        dtypes |= _BYTES if has_mxfp4(self.hf_config) else {}
+        dtypes |= _FP8_SCALES if fp8_scales(self.hf_config) is not None else {}
         strange = [f"{name} ({stored.dtype_name})" for name, (_, stored) in self._places.items() if stored.dtype_name not in dtypes]
         if strange:
-            raise UnsupportedModelError(f"{self.folder}: weights stored as {', '.join(_DTYPES)} are read, not {some_of(strange)}")
+            raise UnsupportedModelError(f"{self.folder}: weights stored as {', '.join(_DTYPES | _FP8)} are read, not {some_of(strange)}")
         return {name: StoredTensor(stored.shape, dtypes[stored.dtype_name]) for name, (_, stored) in self._places.items()}
+
+    def _dtype_of_config(self) -> NativeDtype:
+        """The type that 8-bit weights were made from, as the config says, or one that can hold them."""
+        named = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype")
+        return next((name for name in _NATIVE.values() if name == named), "bfloat16")

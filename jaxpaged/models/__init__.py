@@ -50,6 +50,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss 20B, 120B", quantizations=()),
         "SmolLM3ForCausalLM": Architecture("llama", "SmolLM 3"),
+        "GraniteForCausalLM": Architecture("granite", "Granite 3 (dense: 3.0 to 3.3, 2B and 8B)"),
         "BertModel": Architecture("bert", "MiniLM and other sentence transformers (embeddings)", is_encoder=True, quantizations=()),
         "Phi3ForCausalLM": Architecture("llama", "Phi-3, Phi-3.5, Phi-4 (mini, medium and 14B)"),
         "Gemma2ForCausalLM": Architecture("gemma", "Gemma 2", {"caps_attention": True}),

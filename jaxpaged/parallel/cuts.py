@@ -9,7 +9,8 @@ and there are several of those, its query heads are not neighbours, but an equal
 import itertools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,8 +21,22 @@ TENSOR_AXES = (KV, GROUP)
 REPLICA_AXES = (EXPERT, KV, GROUP)
 
 _STACKED = {"{layer}": "layers", "{expert}": "experts"}
-_WORDS = {"shared_ffw": "ffw", "gate_up": "ffw"}
+ALIASES: Mapping[str, str] = MappingProxyType({"shared_ffw": "ffw", "gate_up": "ffw"})
 """Words of single families -> those of the mesh's table. `gate_up` is two numbers for each of ffw, side by side."""
+
+
+class Sliceable(Protocol):
+    """A parameter of which parts can be taken: a numpy array, or one in a file, which `np.asarray` reads."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Any: ...
+
+    def __array__(self) -> np.ndarray: ...
 
 
 class Cut(NamedTuple):
@@ -85,27 +100,31 @@ def axis_words(name: str, pattern: str) -> list[list[str]]:
     return [[axis] for word, axis in _STACKED.items() if word in name] + _dims(pattern.split("->")[1])
 
 
-def own_part(array: np.ndarray, cuts: Cuts, at: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
+def own_part(array: Sliceable, cuts: Cuts, at: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
     """What one device holds of a parameter: a view of it where it can be.
 
     Args:
-        array: the whole parameter, as the checkpoint has it.
+        array: the whole parameter, as the checkpoint has it. Of one in a file nothing is read but the part.
         at: the device's place along each axis of the replica's mesh.
         sizes: of those axes.
     """
+    narrowed: list[tuple[int, tuple[tuple[int, int], ...], int]] = []
+    gathered: list[tuple[int, tuple[tuple[int, int], ...], int]] = []
     for dim, cut in enumerate(cuts):
-        if cut is None:
-            continue
-        index = 0
-        for axis in cut.axes:
-            index = index * sizes[axis] + at[axis]
-        runs = cut.parts[index]
-        parts = [array[(slice(None),) * dim + (slice(*run),)] for run in runs]
-        missing = cut.size - sum(stop - first for first, stop in runs)
+        if cut is not None:
+            index = 0
+            for axis in cut.axes:
+                index = index * sizes[axis] + at[axis]
+            runs = cut.parts[index]
+            missing = cut.size - sum(stop - first for first, stop in runs)
+            (gathered if missing or len(runs) > 1 else narrowed).append((dim, runs, missing))
+    # Parts are put together last, for that reads what is in a file.
+    for dim, runs, missing in (*narrowed, *gathered):
+        parts: list[Any] = [array[(slice(None),) * dim + (slice(*run),)] for run in runs]
         if missing:
             parts.append(np.zeros((*array.shape[:dim], missing, *array.shape[dim + 1 :]), array.dtype))
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=dim)
-    return array
+    return np.asarray(array)
 
 
 def _dims(side: str) -> list[list[str]]:
@@ -125,7 +144,7 @@ def _dims(side: str) -> list[list[str]]:
 
 
 def _cut(words: list[str], axis_sizes: Mapping[str, int], replica: ReplicaShape) -> Cut | None:
-    word = _WORDS.get(words[0], words[0])
+    word = ALIASES.get(words[0], words[0])
     if word not in replica.table:
         return None
     axes = {"kv_heads": (KV,), "experts": (EXPERT,)}.get(word, TENSOR_AXES)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.parallel.cuts import KV, REPLICA_AXES, Cuts, ReplicaShape, own_part
+from jaxpaged.parallel.cuts import KV, REPLICA_AXES, Cuts, ReplicaShape, Sliceable, own_part
 
 _POOL_KV_HEADS = 2
 """Dimension of the page pool that lies on `kv`."""
@@ -47,7 +47,7 @@ class Replica(NamedTuple):
         axis = KV if self.shape.pool_parts > 1 else None
         return NamedSharding(self.mesh, PartitionSpec(*(None,) * _POOL_KV_HEADS, axis))
 
-    def put(self, path: str, array: np.ndarray) -> jax.Array:
+    def put(self, path: str, array: Sliceable) -> jax.Array:
         """A parameter's parts on their devices, one after another: none of them is on the host for longer than its own transfer."""
         cuts, sizes = self.cuts[path], self.shape.sizes
         parts = [

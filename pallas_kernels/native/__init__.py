@@ -11,7 +11,7 @@ import jax
 
 from pallas_kernels.native.build import Library, find_or_build
 
-TARGETS = ("jaxpaged_int8_matmul",)
+TARGETS = ("jaxpaged_int8_matmul", "jaxpaged_paged_attention")
 """Symbols of the library, and names of the custom calls."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.paged_attention import mosaic_gpu, reference, xla
+from pallas_kernels.paged_attention import cpu, mosaic_gpu, mosaic_sm80, reference, xla
 
 NO_WINDOW = 2**31 - 1
 """A window that no sequence fills."""
@@ -62,15 +62,25 @@ def _mosaic_gpu_refusals(q: Any, k_pages: Any, *args: Any, **options: Any) -> li
     return _common_refusals(q, k_pages, *args, **options) or mosaic_gpu.refusals(q, k_pages, options.get("is_causal", True))
 
 
+def _cpu_refusals(q: Any, k_pages: Any, *args: Any, **options: Any) -> list[str]:
+    return _common_refusals(q, k_pages, *args, **options) or cpu.refusals(q, k_pages)
+
+
+def _mosaic_sm80_refusals(q: Any, k_pages: Any, *args: Any, **options: Any) -> list[str]:
+    return _common_refusals(q, k_pages, *args, **options) or mosaic_sm80.refusals(q, k_pages, options.get("is_causal", True))
+
+
 OP = Op(
     name="paged_attention",
     implementations={
         "reference": Implementation("reference", reference.paged_attention, _common_refusals),
         "xla": Implementation("xla", xla.paged_attention, _common_refusals),
         "mosaic_gpu": Implementation("mosaic_gpu", mosaic_gpu.paged_attention, _mosaic_gpu_refusals),
+        "cpu": Implementation("cpu", cpu.paged_attention, _cpu_refusals),
+        "mosaic_sm80": Implementation("mosaic_sm80", mosaic_sm80.paged_attention, _mosaic_sm80_refusals),
     },
     # The Mosaic kernels are proven by the interpreter and the compiler; no card has run them yet, so they run when asked for by name.
-    preference={"default": ("xla",)},
+    preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
 
@@ -112,7 +122,7 @@ def paged_attention(
         is_causal: whether a row sees its own position and those before it, or all.
         k_scale: what is stored in `k_pages` stands for `k_scale` times it.
         v_scale: likewise for `v_pages`.
-        implementation: "reference", "xla" or "mosaic_gpu"; None takes the best for the device.
+        implementation: "reference", "xla", "mosaic_gpu", "mosaic_sm80" or "cpu"; None takes the best for the device.
 
     Returns:
         The attended values, in q's dtype.

@@ -6,9 +6,10 @@ and end in the middle of a sequence. What CTA c computes of pair p (a sequence a
 the line one of both grows at every border, so no two partial results share a place, and those of one pair lie side by side.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 BLOCK_TOKENS = 64
@@ -32,6 +33,11 @@ class DecodeWork(NamedTuple):
     seqs: Int32[Array, "seqs 7"]
     ctas: Int32[Array, "blocks 4"]
     pairs: Int32[Array, "rows 2"]
+
+    @property
+    def rows(self) -> Int32[Array, "seqs"]:
+        """Each one's row of q."""
+        return self.seqs[:, ROW]
 
 
 def share_out(
@@ -78,5 +84,30 @@ def by_row_of_q(work: DecodeWork, num_tokens: int) -> Int32[Array, "rows 2"]:
     """`pairs`, for each row of q and KV head instead of each sequence and KV head; rows of no one-token sequence have no parts."""
     num_seqs = work.seqs.shape[0]
     of_seqs = work.pairs.reshape(num_seqs, -1)
-    of_rows = jnp.zeros((num_tokens, of_seqs.shape[1]), jnp.int32).at[work.seqs[:, ROW]].set(of_seqs, mode="drop")
+    of_rows = jnp.zeros((num_tokens, of_seqs.shape[1]), jnp.int32).at[work.rows].set(of_seqs, mode="drop")
     return of_rows.reshape(-1, work.pairs.shape[1])
+
+
+class Segment(NamedTuple):
+    """What a CTA does of one pair: blocks `low` to `high` of the pair's, the first of them block `first_block` of the sequence."""
+
+    pair: Array
+    seq: Array
+    q_row: Array
+    kv_head: Array
+    first_block: Array
+    num_blocks: Array
+    first_seen: Array
+    kv_len: Array
+
+
+def segment_of(num_kv_heads: int, seqs: Any, ctas: Any, cta: Array, index: Array) -> Segment:
+    """Pair number `index` of a CTA, read from the arrays of `DecodeWork` by a kernel."""
+    pair = ctas[cta, 0] + index
+    row, kv_head = lax.div(pair, jnp.int32(num_kv_heads)), lax.rem(pair, jnp.int32(num_kv_heads))
+    num_blocks = seqs[row, NUM_BLOCKS]
+    start = seqs[row, START] * num_kv_heads + kv_head * num_blocks
+    low = jnp.maximum(ctas[cta, 2] - start, 0)
+    high = jnp.minimum(ctas[cta, 3] - start, num_blocks)
+    first_block = seqs[row, FIRST_BLOCK] + low
+    return Segment(pair, seqs[row, SEQ], seqs[row, ROW], kv_head, first_block, high - low, seqs[row, FIRST_SEEN], seqs[row, KV_LEN])

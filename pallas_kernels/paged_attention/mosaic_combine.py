@@ -12,6 +12,15 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.mosaic_tiles import NOTHING, ROWS, store_untiled, tile
 
 
+def add_part(carry: tuple[Array, Array, Array], part: Array, lse: Array) -> tuple[Array, Array, Array]:
+    """Adds a normalized part with its base-2 logarithm to the sum of values, the largest logarithm so far, and the sum of weights."""
+    values, peak, total = carry
+    new_peak = jnp.maximum(peak, lse)
+    decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(lse - new_peak)
+    values = values * lax.broadcast_in_dim(decay, values.shape, [0]) + part * lax.broadcast_in_dim(weight, part.shape, [0])
+    return values, new_peak, total * decay + weight
+
+
 def combine(
     parts: Float[Array, "blocks heads head_dim"],
     part_lses: Float[Array, "blocks 64"],
@@ -54,17 +63,13 @@ def combine(
         nothing = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0, jnp.float32), plgpu.Layout.WGMMA)
 
         def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            values, peak, total = carry
             plgpu.copy_gmem_to_smem(parts_ref.at[first + step], o_smem.at[own_rows], full)
             plgpu.copy_gmem_to_smem(lses_ref.at[first + step], lse_smem, full)
             plgpu.barrier_wait(full)
             lse = plgpu.layout_cast(lse_smem[...], row_layout)
             part = plgpu.layout_cast(o_smem[...], plgpu.Layout.WGMMA)
             plgpu.commit_smem()
-            new_peak = jnp.maximum(peak, lse)
-            decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(lse - new_peak)
-            values = values * lax.broadcast_in_dim(decay, values.shape, [0]) + part * lax.broadcast_in_dim(weight, part.shape, [0])
-            return values, new_peak, total * decay + weight
+            return add_part(carry, part, lse)
 
         def give(values: Array) -> None:
             store_untiled(out_smem, values)

@@ -16,19 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mosaic_tiles import LOG2E, NOTHING, ROWS, SMEM_BYTES, column_slices, tile
-from pallas_kernels.paged_attention.decode_work import (
-    BLOCK_TOKENS,
-    FIRST_BLOCK,
-    FIRST_SEEN,
-    KV_LEN,
-    NUM_BLOCKS,
-    ROW,
-    SEQ,
-    START,
-    DecodeWork,
-    by_row_of_q,
-    share_out,
-)
+from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS, SEQ, DecodeWork, by_row_of_q, segment_of, share_out
 from pallas_kernels.paged_attention.mosaic_combine import combine
 
 KV_BYTES = 128 * 1024
@@ -87,32 +75,6 @@ def can_share_tiles(num_heads: int, heads_per_kv_head: int, head_dim: int) -> bo
     return num_heads % 8 == 0 and 8 % heads_per_kv_head == 0 and heads_per_kv_head * head_dim % 64 == 0
 
 
-class _Segment(NamedTuple):
-    """What a CTA does of one pair: blocks `low` to `high` of the pair's, the first of them block `first_block` of the sequence."""
-
-    pair: Array
-    q_tile: Array
-    seq: Array
-    kv_head: Array
-    first_block: Array
-    num_blocks: Array
-    first_seen: Array
-    kv_len: Array
-
-
-def _segment(shape: DecodeShape, seqs: Any, ctas: Any, cta: Array, index: Array) -> _Segment:
-    pair = ctas[cta, 0] + index
-    row, kv_head = lax.div(pair, jnp.int32(shape.num_kv_heads)), lax.rem(pair, jnp.int32(shape.num_kv_heads))
-    num_blocks = seqs[row, NUM_BLOCKS]
-    start = seqs[row, START] * shape.num_kv_heads + kv_head * num_blocks
-    low = jnp.maximum(ctas[cta, 2] - start, 0)
-    high = jnp.minimum(ctas[cta, 3] - start, num_blocks)
-    tiles = shape.num_kv_heads * shape.stride // shape.rows
-    q_tile = seqs[row, ROW] * tiles + lax.div(kv_head * shape.stride, jnp.int32(shape.rows))
-    first_block = seqs[row, FIRST_BLOCK] + low
-    return _Segment(pair, q_tile, seqs[row, SEQ], kv_head, first_block, high - low, seqs[row, FIRST_SEEN], seqs[row, KV_LEN])
-
-
 class _Rings(NamedTuple):
     """Shared memory of a CTA and the barriers that hand it to and fro."""
 
@@ -133,16 +95,18 @@ def _produce(shape: DecodeShape, drains: bool, q: Any, pools: Any, tables: Any, 
     cta = lax.axis_index("cta")
     units_per_block = BLOCK_TOKENS // shape.unit
     units_per_page = jnp.int32(shape.units_per_page)
+    tiles_per_row = shape.num_kv_heads * shape.stride // shape.rows
     pool_row = first_row[0]
 
     def fetch_segment(index: Array, done: Array) -> Array:
-        own = _segment(shape, seqs, ctas, cta, index)
+        own = segment_of(shape.num_kv_heads, seqs, ctas, cta, index)
 
         @pl.when(index > 0)
         def _() -> None:
             plgpu.barrier_wait(rings.q_free)
 
-        plgpu.copy_gmem_to_smem(q.at[own.q_tile], rings.q.at[pl.ds(0, shape.rows)], rings.q_full)
+        q_tile = own.q_row * tiles_per_row + lax.div(own.kv_head * shape.stride, jnp.int32(shape.rows))
+        plgpu.copy_gmem_to_smem(q.at[q_tile], rings.q.at[pl.ds(0, shape.rows)], rings.q_full)
 
         def fetch_block(step: Array, _: None) -> None:
             block, count = own.first_block + step, done + step
@@ -206,7 +170,7 @@ def _consume(shape: DecodeShape, is_interpreted: bool, work: Any, scale: Any, ou
         plgpu.commit_smem()
 
     def attend_segment(index: Array, done: Array) -> Array:
-        own = _segment(shape, seqs, ctas, cta, index)
+        own = segment_of(shape.num_kv_heads, seqs, ctas, cta, index)
         plgpu.barrier_wait(rings.q_full)
 
         def attend_block(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -423,4 +387,4 @@ def decode(
         dtype=q.dtype,
         interpret=interpret,
     ).reshape(-1, num_heads, head_dim)
-    return values if has_few_rows else jnp.zeros_like(q).at[work.seqs[:, ROW]].set(values, mode="drop")
+    return values if has_few_rows else jnp.zeros_like(q).at[work.rows].set(values, mode="drop")

@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.quantized_matmul import cpu, reference, xla
+from pallas_kernels.quantized_matmul import cpu, mosaic_gpu, reference, xla
 from pallas_kernels.quantized_matmul.quantize import quantize_fp8, quantize_int4, quantize_int8
 from pallas_kernels.quantized_matmul.weights import LEVELS, Fp8Weights, Int4Weights, Int8Weights
 
@@ -40,10 +40,10 @@ def _common_refusals(x: Any, weights: Any, *, layer: Any) -> list[str]:
     if num_in != x.shape[1]:
         refusals.append(f"rows of {x.shape[1]} numbers for a matrix that takes {num_in}")
     if kind is Int4Weights:
-        if scales.shape[:-1] != values.shape[:-1] or scales.shape != weights.zeros.shape:
+        if (*scales.shape[:-2], scales.shape[-1]) != values.shape[:-1] or scales.shape != weights.zeros.shape:
             refusals.append(f"scales {scales.shape} and zeros {weights.zeros.shape} for values {values.shape}")
-        elif num_in % scales.shape[-1]:
-            refusals.append(f"{num_in} inputs are no multiple of {scales.shape[-1]} groups")
+        elif num_in % scales.shape[-2]:
+            refusals.append(f"{num_in} inputs are no multiple of {scales.shape[-2]} groups")
     elif scales.shape != values.shape[:-1]:
         refusals.append(f"scales {scales.shape} for values {values.shape}")
     if kind is Int8Weights and num_in > MAX_INT8_INPUTS:
@@ -56,17 +56,25 @@ def _cpu_refusals(x: Any, weights: Any, *, layer: Any) -> list[str]:
     return _common_refusals(x, weights, layer=layer) or cpu.refusals(x, weights)
 
 
+def _mosaic_refusals(x: Any, weights: Any, *, layer: Any) -> list[str]:
+    return _common_refusals(x, weights, layer=layer) or mosaic_gpu.refusals(x, weights)
+
+
 OP = Op(
     name="quantized_matmul",
     implementations={
         "reference": Implementation("reference", reference.quantized_matmul, _common_refusals),
         "xla": Implementation("xla", xla.quantized_matmul, _common_refusals),
         "cpu": Implementation("cpu", cpu.quantized_matmul, _cpu_refusals),
+        "mosaic_gpu": Implementation("mosaic_gpu", mosaic_gpu.quantized_matmul, _mosaic_refusals),
     },
     preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
-_OP_OF_MANY_ROWS = OP._replace(preference={"default": ("xla",)})
+_OP_OF_MORE_ROWS = OP._replace(preference={"default": ("xla",)})
+
+_OP_OF_MANY_ROWS = _OP_OF_MORE_ROWS._replace(name="quantized_matmul_of_many_rows")
+"""A name of its own: who asks for the kernel of few rows gets it in the programs that decode, and those that prefill are left to XLA."""
 
 
 def quantized_matmul(
@@ -82,7 +90,8 @@ def quantized_matmul(
         x: rows, float32, bfloat16 or float16.
         weights: the matrix; with a leading layers axis when `layer` is given, so that no layer is ever sliced out of the stack.
         layer: index into the leading axis of the weights.
-        implementation: "reference", "xla" or "cpu"; None takes the best for the device and the number of rows.
+        implementation: "reference", "xla", "cpu" or "mosaic_gpu"; None takes what `dispatch.selecting` asks for, with up to 64 rows, or the
+            best for the device and the number of rows.
 
     Returns:
         Float32 sums; float32 rows are never rounded to TF32.
@@ -91,5 +100,6 @@ def quantized_matmul(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (x, weights)
-    op = OP if x.shape[0] <= cpu.MAX_ROWS else _OP_OF_MANY_ROWS
+    num_rows = x.shape[0]
+    op = OP if num_rows <= cpu.MAX_ROWS else _OP_OF_MORE_ROWS if num_rows <= mosaic_gpu.MAX_ROWS else _OP_OF_MANY_ROWS
     return choose(op, implementation, args, {"layer": layer}).run(*args, layer=layer)

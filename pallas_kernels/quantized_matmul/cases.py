@@ -9,7 +9,7 @@ from pallas_kernels.quantized_matmul.weights import Fp8Weights, Int4Weights, Int
 
 
 class Case(NamedTuple):
-    """`kind`: int8, int4 or fp8; `group_size` of int4; `tags` say where the case runs: ci, bench."""
+    """`kind`: int8, int4 or fp8; `group_size` of int4; `tags` say where the case runs: ci, bench, gpu (`mosaic_gpu`), gpu_first."""
 
     name: str
     kind: str
@@ -33,6 +33,17 @@ CASES = (
     Case("int4_layers", "int4", 3, 256, 19, group_size=128, layers=3),
     Case("fp8_primes", "fp8", 13, 131, 37),
     Case("fp8_layers", "fp8", 3, 67, 19, layers=3),
+    Case("gpu_int8", "int8", 3, 320, 136, layers=2, tags=("gpu", "gpu_first")),
+    Case("gpu_int4", "int4", 5, 320, 264, layers=2, tags=("gpu", "gpu_first")),
+    Case("gpu_fp8", "fp8", 9, 192, 200, layers=3, tags=("gpu", "gpu_first")),
+    Case("gpu_int4_groups_of_128", "int4", 17, 1024, 200, group_size=128, tags=("gpu",)),
+    Case("gpu_int4_one_row", "int4", 1, 128, 128, layers=2, tags=("gpu",)),
+    *(
+        Case(f"gpu_{kind}_ring_goes_round", kind, 2, num_in, 128, tags=("gpu",))
+        for kind, num_in in (("int8", 2560), ("int4", 5120), ("fp8", 2560))
+    ),
+    *(Case(f"gpu_{kind}_64_rows", kind, 64, 512, 256, layers=2, tags=("gpu",)) for kind in ("int8", "int4", "fp8")),
+    *(Case(f"gpu_{kind}_37_rows", kind, 37, 384, 136, group_size=128, tags=("gpu",)) for kind in ("int8", "int4", "fp8")),
     *(Case(f"int8_smollm2_gate_{rows}", "int8", rows, 576, 1536, tags=("bench",)) for rows in (2, 16, 512)),
     *(Case(f"int8_llama3_8b_down_{rows}", "int8", rows, 14336, 4096, tags=("bench",)) for rows in (2, 16)),
     *(Case(f"{kind}_llama3_8b_down_16", kind, 16, 14336, 4096, group_size=128, tags=("bench",)) for kind in ("int4", "fp8")),

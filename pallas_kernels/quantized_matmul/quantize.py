@@ -16,6 +16,8 @@ _BLOCK_BYTES = 4 * 2**20
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FP8_MAX = float(ml_dtypes.finfo(FP8).max)
 _INT4_LEVELS = 15
+_INT4_MIDDLE = 8
+"""What is taken off unsigned nibbles, which flips their highest bit, and off their zero points."""
 
 
 class QuantizedRows(NamedTuple):
@@ -35,6 +37,8 @@ def quantize_rows(x: Float[Array, "rows in"]) -> QuantizedRows:
     A row that holds NaN or an infinity has the scale NaN; one of zeros the scale 0.
     """
     wide = x.astype(jnp.float32)
+    # Not by the peak: a vectorized maximum of XLA's CPU backend may lose a NaN.
+    is_finite = jnp.isfinite(wide).all(axis=1)
     peaks = jnp.max(jnp.abs(wide), axis=1)
     is_tiny = peaks < LEAST_PEAK
     steps = jnp.where(is_tiny, 0, ROW_LEVELS / jnp.where(is_tiny, 1, peaks))
@@ -42,7 +46,7 @@ def quantize_rows(x: Float[Array, "rows in"]) -> QuantizedRows:
     high = (whole + LOW_LEVELS // 2) >> 7
     scales = jnp.where(is_tiny, 0, peaks * jnp.float32(1 / ROW_LEVELS))
     low = whole - high * LOW_LEVELS
-    return QuantizedRows(high.astype(jnp.int8), low.astype(jnp.int8), jnp.where(jnp.isfinite(peaks), scales, jnp.nan))
+    return QuantizedRows(high.astype(jnp.int8), low.astype(jnp.int8), jnp.where(is_finite, scales, jnp.nan))
 
 
 def quantize_int8(weight: np.ndarray) -> Int8Weights:
@@ -89,7 +93,19 @@ def quantize_int4(weight: np.ndarray, group_size: int) -> Int4Weights:
     scales = np.where(scales < LEAST_PEAK, 1, scales).astype(np.float32)
     zeros = np.rint(-low / scales)
     nibbles = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, _INT4_LEVELS)
-    return Int4Weights(pack_nibbles(nibbles.reshape(weight.shape).astype(np.uint8)), scales, zeros.astype(np.float32))
+    return int4_weights(nibbles.reshape(weight.shape).astype(np.uint8), *(np.swapaxes(part, -1, -2) for part in (scales, zeros)))
+
+
+def int4_weights(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Int4Weights:
+    """Weights from numbers that are not packed yet.
+
+    Args:
+        nibbles: uint8 [..., out, in], 0 to 15.
+        scales: [..., groups, out].
+        zeros: zero points [..., groups, out], 0 to 16.
+    """
+    signed_zeros = (zeros - np.float32(_INT4_MIDDLE)).astype(scales.dtype)
+    return Int4Weights(pack_nibbles(nibbles ^ _INT4_MIDDLE), np.ascontiguousarray(scales), np.ascontiguousarray(signed_zeros))
 
 
 def pack_nibbles(nibbles: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ def dequantize(weights: Int8Weights | Int4Weights | Fp8Weights) -> Float[Array, 
     if not isinstance(weights, Int4Weights):
         return jnp.asarray(weights.values).astype(jnp.float32) * weights.scales[:, None]
     pairs = jnp.asarray(weights.values)
-    nibbles = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(pairs.shape[0], -1).astype(jnp.float32)
-    size = nibbles.shape[1] // weights.scales.shape[1]
-    return (nibbles - jnp.repeat(weights.zeros, size, axis=1)) * jnp.repeat(weights.scales, size, axis=1)
+    nibbles = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(pairs.shape[0], -1)
+    signed = (nibbles ^ 8).astype(jnp.float32) - 8
+    scales, zeros = (jnp.repeat(part.astype(jnp.float32).T, signed.shape[1] // len(part), axis=1) for part in weights[1:])
+    return (signed - zeros) * scales

@@ -1,4 +1,4 @@
-"""AWQ's and GPTQ's matrices as `Int4Weights`, on the host.
+"""AWQ's and GPTQ's matrices as `Int4Weights`, on the host; scales keep their type.
 
 Both store [in, out] with eight nibbles in an int32 and scales and zero points a group of inputs: GPTQ packs eight inputs of an output,
 with zero points that are one less than they mean (Frantar et al. 2022, AutoGPTQ's format 1); AWQ packs eight outputs of an input in an
@@ -7,7 +7,7 @@ order of its own (Lin et al. 2023, the layout "GEMM").
 
 import numpy as np
 
-from pallas_kernels.quantized_matmul.quantize import pack_nibbles
+from pallas_kernels.quantized_matmul.quantize import int4_weights
 from pallas_kernels.quantized_matmul.weights import Int4Weights
 
 _PER_WORD = 8
@@ -32,8 +32,8 @@ def from_gptq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx
     num_in, num_groups = nibbles.shape[1], len(scales)
     if g_idx is not None and not np.array_equal(g_idx, np.arange(num_in) // (num_in // num_groups)):
         raise ValueError("inputs in the order of their importance (desc_act) are not supported")
-    zeros = _unpack(qzeros).T.astype(np.float32) + 1
-    return _made(nibbles, scales, zeros)
+    zeros = _unpack(qzeros).astype(np.float32) + 1
+    return int4_weights(nibbles, scales, zeros)
 
 
 def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Int4Weights:
@@ -49,7 +49,7 @@ def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Int
     """
     nibbles = _in_order(_unpack(qweight)).T
     _check(nibbles.shape, qzeros, scales)
-    return _made(nibbles, scales, _in_order(_unpack(qzeros)).T.astype(np.float32))
+    return int4_weights(nibbles, scales, _in_order(_unpack(qzeros)).astype(np.float32))
 
 
 def _check(shape: tuple[int, ...], qzeros: np.ndarray, scales: np.ndarray) -> None:
@@ -69,9 +69,3 @@ def _in_order(nibbles: np.ndarray) -> np.ndarray:
     ordered = np.empty_like(nibbles).reshape(len(nibbles), -1, _PER_WORD)
     ordered[..., _AWQ_ORDER] = nibbles.reshape(ordered.shape)
     return ordered.reshape(nibbles.shape)
-
-
-def _made(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Int4Weights:
-    return Int4Weights(
-        pack_nibbles(np.ascontiguousarray(nibbles)), np.ascontiguousarray(scales.T.astype(np.float32)), np.ascontiguousarray(zeros)
-    )

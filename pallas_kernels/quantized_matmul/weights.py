@@ -1,4 +1,4 @@
-"""The kinds of quantized matrices, each with what its numbers stand for. All are [out, in], as checkpoints store them."""
+"""The kinds of quantized matrices, each with what its numbers stand for. All are [out, in], the inputs side by side."""
 
 from typing import NamedTuple
 
@@ -30,13 +30,15 @@ class Int8Weights(NamedTuple):
 class Int4Weights(NamedTuple):
     """Weights alone, one scale and zero point a group of inputs.
 
-    `weight[o, i] = (nibble(o, i) - zeros[o, g]) * scales[o, g]` for the group `g = i // size`, where `size` is `in` over the number of
-    groups. Byte j of a row holds input 2j in its low half and 2j + 1 in its high half.
+    `weight[o, i] = (nibble(o, i) - zeros[g, o]) * scales[g, o]` for the group `g = i // size`, where `size` is `in` over the number of
+    groups. Nibbles are -8 to 7 in two's complement: byte j of a row holds input 2j in its low half and 2j + 1 in its high half, which are
+    the bytes of an array of int4. Zero points are whole numbers from -8 to 8, of the scales' type; both lie as checkpoints store them, so
+    that those of neighbouring outputs lie side by side.
     """
 
     values: UInt8[Array | np.ndarray, "*layers out half"]
-    scales: Float[Array | np.ndarray, "*layers out groups"]
-    zeros: Float[Array | np.ndarray, "*layers out groups"]
+    scales: Float[Array | np.ndarray, "*layers groups out"]
+    zeros: Float[Array | np.ndarray, "*layers groups out"]
 
 
 class Fp8Weights(NamedTuple):

@@ -167,7 +167,8 @@ EMBEDDINGS: Final = (
 )
 
 RESPONSES: Final = (
-    *_served("model input instructions max_output_tokens store stream previous_response_id temperature top_p top_logprobs include"),
+    *_served("model input instructions max_output_tokens store stream previous_response_id top_p top_logprobs include"),
+    *_own("temperature", "0 to 2: the answer tells it, and OpenAI's schema of an answer allows no more"),
     *_served("metadata top_k min_p priority cache_salt"),
     *_idle("user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options service_tier"),
     *_idle("parallel_tool_calls stream_options max_tool_calls"),

@@ -68,7 +68,7 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients that tokenize for themselves ask for."""
+    """What clients that tokenize for themselves ask for; the other entries of the model's `tokenizer_config.json` are beside it."""
 
     tokenizer_class: str
     vocab_size: int

@@ -97,8 +97,13 @@ async def completion_job(asked: Asked[CompletionRequest], engine: EngineClient, 
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """How many likeliest tokens are to be told of each token of the prompt: an echo has log-probabilities as the answer has."""
-    asked = [number for number in (body.prompt_logprobs, body.logprobs if body.echo else None) if number is not None]
+    """How many likeliest tokens are to be told of each token of the prompt: an echo has log-probabilities as the answer has.
+
+    The engine reads a prompt without going on from it only for these; an echo alone tells none of them.
+    """
+    is_echo_alone = bool(body.echo) and body.max_tokens == 0
+    echoed = (body.logprobs or 0) if is_echo_alone else body.logprobs if body.echo else None
+    asked = [number for number in (body.prompt_logprobs, echoed) if number is not None]
     return max(asked, default=None)
 
 

@@ -60,6 +60,8 @@ DELETE: Final = Operation(summary="Forget a response", tag=TAG, answer=DeletedRe
 ITEMS: Final = Operation(summary="The input of a response", tag=TAG, answer=ItemList, statuses=(400, 404))
 
 MAX_ITEMS: Final = 100
+MAX_TEMPERATURE: Final = 2.0
+"""Answers repeat it, and OpenAI's schema of an answer has no larger one; the other endpoints take what the engine takes."""
 
 
 def response_routes(reception: Reception) -> list[HTTPRouteHandler]:
@@ -255,6 +257,11 @@ def _begun(asked: Asked[ResponsesRequest]) -> ResponseObject:
 
 async def _job(asked: Asked[ResponsesRequest], engine: EngineClient, messages: list[Message], *, has_logprobs: bool) -> Job:
     body = asked.body
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
+        raise InvalidRequestError(
+            f"temperature must be between 0 and {MAX_TEMPERATURE:g} in /v1/responses, whose answers tell it, got {body.temperature:g}",
+            param="temperature",
+        )
     try:
         params = SamplingParams(
             temperature=body.temperature,

@@ -5,7 +5,6 @@ from typing import Any, Final
 
 from litestar import Request, Response, get, post
 from litestar.handlers import HTTPRouteHandler
-from msgspec import UNSET
 
 from jaxpaged.errors import InvalidRequestError
 from server.generation import unless_client_leaves
@@ -15,6 +14,7 @@ from server.protocol.fields import DETOKENIZE, TOKENIZE
 from server.protocol.models import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, TokenizerInfo
 from server.requests import Reception, check_messages, json_response
 from server.routes.chat import conversation_ids
+from server.tokenizer_info import tokenizer_info as tokenizer_info_body
 
 TAG: Final = "Tokens"
 
@@ -22,6 +22,7 @@ TAG: Final = "Tokens"
 def token_routes(reception: Reception) -> list[HTTPRouteHandler]:
     """The handlers of the three paths."""
     service = reception.service
+    told = b""
     tokenize_reader, detokenize_reader = BodyReader(TokenizeRequest, TOKENIZE), BodyReader(DetokenizeRequest, DETOKENIZE)
     tokenize_operation = Operation(
         summary="Token ids of a text or a conversation", tag=TAG, body=TokenizeRequest, answer=TokenizeResponse, statuses=BODY_STATUSES
@@ -67,18 +68,10 @@ def token_routes(reception: Reception) -> list[HTTPRouteHandler]:
 
     @get("/tokenizer_info", opt={"operation": tokenizer_operation}, name="tokenizer_info")
     async def tokenizer_info() -> Response[bytes]:
+        nonlocal told
         engine = service.ready_engine()
-        tokenizer = engine.get_tokenizer()
-        ends = sorted(tokenizer.eos_token_ids)
-        answer = TokenizerInfo(
-            tokenizer_class=type(tokenizer).__name__,
-            vocab_size=tokenizer.vocab_size,
-            model_max_length=engine.max_model_len,
-            bos_token=None if tokenizer.bos_token_id is None else tokenizer.token_text(tokenizer.bos_token_id),
-            eos_token=tokenizer.token_text(tokenizer.eos_token_ids[0]) if tokenizer.eos_token_ids else None,
-            eos_token_ids=ends,
-            chat_template=UNSET if tokenizer.chat_template is None else tokenizer.chat_template.source,
-        )
-        return json_response(answer)
+        # Made once: the added tokens of some models are thousands.
+        told = told or tokenizer_info_body(engine.get_tokenizer(), engine.max_model_len)
+        return Response(told, media_type="application/json")
 
     return [tokenize, detokenize, tokenizer_info]

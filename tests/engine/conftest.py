@@ -11,7 +11,6 @@ import jax
 import jaxtyping
 import pytest
 
-from jaxpaged import model_runner
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import MIB, CacheConfig, CompilationConfig, Config, LogConfig, ModelConfig, SchedulerConfig
 from jaxpaged.llm import LLM
@@ -20,7 +19,7 @@ from jaxpaged.tokenizer import Tokenizer
 from tests.engine.async_bench import TIMEOUT_S, check_ends, is_idle
 from tests.event_log import EventLog
 from tests.fakes import Bench, Canary, NarrowRunner
-from tests.quick_programs import compile_all_quickly
+from tests.quick_programs import quick_runners
 from tests.text.vocabularies import byte_level
 from tests.tiny_engine import start_tiny, tiny_config
 from tests.tiny_model import write_tiny_llama
@@ -37,8 +36,7 @@ def live_bytes() -> int:
 @pytest.fixture(scope="session", autouse=True)
 def quick_programs() -> Iterator[None]:
     """Compiling takes most of the seconds of these tests; the real model's programs, and kernels in their own tests, are users'."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "compile_all", compile_all_quickly)
+    with quick_runners():
         yield
 
 

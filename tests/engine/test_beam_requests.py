@@ -1,7 +1,8 @@
 """Beam search through the engine: what the reference finds over the model in numpy, over shared pages, and what ends it early."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxpaged.errors import ContextLengthError, EngineDeadError, InvalidRequestE
 from jaxpaged.intake import Intake
 from jaxpaged.llm import LLM
 from jaxpaged.output_lengths import OutputLengths
-from jaxpaged.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, SamplingParams
+from jaxpaged.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput, SamplingParams
 from jaxpaged.start import Started
 from tests.beam_reference import Table, reference_search
 from tests.engine.async_bench import is_idle, params, run, slow_down, wait_until
@@ -272,6 +273,35 @@ def test_an_async_search_that_is_left_or_aborted(async_llm: AsyncLLM, async_log:
         assert len(found.sequences) == 3
         assert 2 <= len(found.sequences[0].output_token_ids) < 400
         await async_llm.resume()
+
+    run(work)
+
+
+@pytest.mark.parametrize("how", ["pause", "abort"])
+def test_an_async_search_that_is_ended_between_two_steps(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """When it has no open request that could be aborted: the step that comes next is, and not kept for `resume`."""
+    asked: list[int] = []
+
+    def next_requests(search: BeamRequests, make: Callable[[BeamRequests], list[Request]] = BeamRequests.next_requests) -> list[Request]:
+        asked.append(len(made := make(search)))
+        if len(asked) == 3 and how == "pause":
+            pausing = threading.Thread(target=asyncio.run, args=(async_llm.pause("abort"),))
+            pausing.start()
+            pausing.join()
+        elif len(asked) == 3:
+            async_llm.abort("ended")
+        return made
+
+    async def work() -> None:
+        monkeypatch.setattr(BeamRequests, "next_requests", next_requests)
+        found = await asyncio.wait_for(async_llm.beam_search("hello", BeamSearchParams(3, 400, ignore_eos=True), "ended"), 60)
+        assert asked == [1, 3, 3]
+        assert [(len(one.output_token_ids), one.finish_reason) for one in found.sequences] == [(2, FinishReason.ABORT)] * 3
+        monkeypatch.undo()
+        later = asyncio.ensure_future(async_llm.beam_search("hello", BeamSearchParams(2, 3, ignore_eos=True), "ended"))
+        await async_llm.resume()
+        assert {one.finish_reason for one in (await later).sequences} == {FinishReason.LENGTH}
+        assert is_idle(async_llm)
 
     run(work)
 

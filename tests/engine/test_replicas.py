@@ -7,6 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged import async_llm, events
 from jaxpaged.async_llm import AsyncLLM
@@ -14,12 +16,15 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.engine import Engine
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxpaged.intake import Intake
+from jaxpaged.pool_map import fold
 from jaxpaged.replicas import LoadSums, Replicas, pages_spoken_for
 from jaxpaged.request import Request, RequestOutput, SamplingParams
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
+from server.prometheus_sink import PrometheusSink
 from tests.event_log import EventLog
 from tests.fakes import FailingRunner, Runner, ScriptRunner, free_talk
+from tests.observability.samples import started
 from tests.scripted_client import QUIET
 
 pytestmark = pytest.mark.jax
@@ -48,7 +53,7 @@ class Door:
                 tokenizer,
                 max_in_flight=max_in_flight,
                 policy=SchedulerConfig(**policy),
-                sink=sums if num_engines > 1 else self.events,
+                sink=sums.sink_of(index) if num_engines > 1 else self.events,
             )
             for index, runner in enumerate(self.runners)
         ]
@@ -175,6 +180,72 @@ def test_loads_are_told_of_all_together(script_tokenizer: Tokenizer) -> None:
     door.run()
     last = door.events.of(events.StepFinished)[-1]
     assert (last.num_running, last.num_waiting, last.num_pages_in_use) == (0, 0, 0)
+
+
+def test_each_engine_has_figures_of_its_own(script_tokenizer: Tokenizer) -> None:
+    """Under vLLM's names, with the label `engine`, as in a replay of the log; ours are the sums."""
+    door, sink = Door(script_tokenizer, 2), PrometheusSink("m")
+    for length, name in ((40, "a"), (8, "b"), (8, "c"), (8, "d")):
+        door.add(list(range(10, 10 + length)), name, max_tokens=4)
+    door.step()
+    door.step()
+    assert door.owners == [["a"], ["b", "c", "d"]]
+    door.add([200] * 30, "e")
+    door.engine.control.pause("keep", clear_cache=False)
+
+    def told() -> dict[str, Any]:
+        return {family.name: family for family in text_string_to_metric_families(generate_latest(sink.registry).decode())}
+
+    def by_engine(name: str, **labels: str) -> list[float]:
+        samples = [sample for sample in told()[f"vllm:{name}"].samples if labels.items() <= sample.labels.items()]
+        assert [sample.labels["engine"] for sample in samples] == ["0", "1"], samples
+        return [sample.value for sample in samples]
+
+    sink(started(num_engines=2, num_pages=59))
+    assert by_engine("num_requests_running") == by_engine("kv_cache_usage_perc") == [0, 0]
+    num_before = len(door.events)
+    for event in door.events:
+        sink(events.from_line(events.to_line(event)))
+    assert isinstance(door.engine, Replicas)
+    pools = [engine.pages for engine in door.engine.engines]
+    assert by_engine("num_requests_running") == [1, 3]
+    assert by_engine("num_requests_waiting") == [0, 1]
+    assert by_engine("kv_cache_usage_perc") == [pool.num_in_use / 59 for pool in pools]
+    assert all(pool.num_in_use for pool in pools)
+    door.engine.control.resume()
+    door.run()
+    for event in door.events[num_before:]:
+        sink(event)
+    assert by_engine("num_requests_running") == by_engine("num_requests_waiting") == by_engine("kv_cache_usage_perc") == [0, 0]
+    assert by_engine("generation_tokens") == [4, 3 * 4 + 8]
+    assert by_engine("prompt_tokens") == [40, 54]
+    assert by_engine("request_success", finished_reason="length") == [1, 4]
+    assert told()["jaxpaged_generation_tokens"].samples[0].value == 24
+    counts = {s.labels["engine"]: s.value for s in told()["vllm:time_to_first_token_seconds"].samples if s.name.endswith("_count")}
+    assert counts == {"0": 1, "1": 4}
+    door.engine.control.pause("abort")
+    assert {event.engine for event in door.events.of(events.LoadChanged)} == {0, 1}, "each tells its own"
+
+
+def test_the_map_of_the_pool_is_that_of_all(script_tokenizer: Tokenizer) -> None:
+    door = Door(script_tokenizer, 2)
+    door.add([7] * 40, "a")
+    door.add([8] * 9, "b")
+    door.step()
+    door.step()
+    assert isinstance(door.engine, Replicas)
+    copy = door.engine.copy_pool()
+    first, second = (engine.copy_pool() for engine in door.engine.engines)
+    assert [owner.request_id for owner in copy.owners] == ["a", "b"]
+    assert [owner.slot for owner in copy.owners] == [
+        first.owners[0].slot,
+        second.owners[0].slot + door.engine.engines[0].scheduler.max_num_seqs,
+    ]
+    both, one, other = fold(copy), fold(first), fold(second)
+    assert both.used == one.used + other.used
+    assert both.used.count("9") == door.engine.pages.num_in_use
+    door.run()
+    assert fold(door.engine.copy_pool()).cached.count("9") == door.engine.pages.num_cached_idle > 0
 
 
 def test_one_that_fails_ends_all(script_tokenizer: Tokenizer) -> None:

@@ -254,7 +254,7 @@ def test_the_whole_grid_lowers(case: Case) -> None:
 @pytest.mark.parametrize(
     ("kind", "case", "words"),
     [
-        ("NVIDIA A100-SXM4-80GB", SMALL, "it needs compute capability 9.0, and NVIDIA A100-SXM4-80GB has an unknown one"),
+        ("Tesla T4", SMALL, "it needs compute capability 9.0, and Tesla T4 has an unknown one"),
         ("NVIDIA A100 80GB PCIe", SMALL, "it needs compute capability 9.0, and NVIDIA A100 80GB PCIe has 8.0"),
         ("NVIDIA H200", SMALL._replace(dtype="float32"), "queries are bfloat16 or float16, not float32"),
         ("NVIDIA H200", SMALL._replace(page_dtype="float8_e5m2"), "or float8_e4m3fn, not float8_e5m2 beside bfloat16"),

@@ -13,7 +13,7 @@ from pallas_kernels.native import build
 pytestmark = pytest.mark.jax
 
 ROOT = Path(__file__).parent.parent.parent
-DRIVER = Path(__file__).parent / "native" / "driver.cc"
+DRIVERS = Path(__file__).parent / "native"
 
 
 @pytest.fixture
@@ -84,12 +84,13 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.tier("kernels")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", sorted(path.name for path in DRIVERS.glob("*_driver.cc")))
+def test_kernels_under_sanitizers(driver: str, sanitizers: str, tmp_path: Path) -> None:
     compiler = build.compiler()
     assert compiler is not None, "make test-kernels needs a C++ compiler"
     program = tmp_path / "driver"
     flags = ["-std=c++17", "-O1", "-g", "-w", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-pthread"]
-    subprocess.run([compiler, *flags, str(DRIVER), "-o", str(program)], check=True, timeout=250)
+    subprocess.run([compiler, *flags, str(DRIVERS / driver), "-o", str(program)], check=True, timeout=250)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=250, check=False, env=_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all equal" in done.stdout

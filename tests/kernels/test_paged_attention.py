@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import NO_WINDOW, OP, paged_attention
 from pallas_kernels.paged_attention.cases import CASES, Case, make, options
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
-ANYWHERE = ("reference", "xla")
+ANYWHERE = ("reference", "xla", "cpu")
 """Implementations that run on any device; those for GPUs have tests of their own."""
 
 CI_CASES = [pytest.param(case, id=case.name) for case in CASES if "ci" in case.tags]
@@ -155,3 +155,17 @@ def test_sinks_for_another_number_of_heads_are_refused() -> None:
     operands = list(make(next(c for c in CASES if c.name == "mixed")).values())
     for implementation in OP.implementations.values():
         assert implementation.refusals(*operands, sinks=np.zeros(3, np.float32)) == ["sinks of shape (3,) for 9 heads"]
+
+
+def test_native_rows_are_the_same_bits_alone_and_decoded() -> None:
+    """Whatever the company, and whether a row comes in a prompt's chunk or by itself."""
+    case = next(c for c in CASES if c.name == "mixed")
+    operands = make(case)
+    together = _run("cpu", case, operands)
+    starts = operands["cu_q_lens"]
+    for seq, (q_len, kv_len) in enumerate(case.spans):
+        for row in sorted({0, q_len // 2, q_len - 1}):
+            token = starts[seq] + row
+            alone = {**operands, "q": operands["q"][token : token + 1], "page_tables": operands["page_tables"][seq : seq + 1]}
+            alone |= {"kv_lens": np.array([kv_len - q_len + row + 1], np.int32), "cu_q_lens": np.array([0, 1], np.int32)}
+            np.testing.assert_array_equal(_run("cpu", case, alone)[0], together[token])

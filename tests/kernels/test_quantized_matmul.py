@@ -22,7 +22,8 @@ from pallas_kernels.quantized_matmul.weights import LEVELS, ROW_LEVELS, Int4Weig
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
 CI_CASES = [case for case in CASES if "ci" in case.tags]
 HAS_COMPILER = build.compiler() is not None
-IMPLEMENTATIONS = [name for name in OP.implementations if name != "cpu" or HAS_COMPILER]
+# mosaic_gpu is in test_quantized_mosaic.py
+IMPLEMENTATIONS = [name for name in OP.implementations if name != "mosaic_gpu" and (name != "cpu" or HAS_COMPILER)]
 EXACT = [name for name in IMPLEMENTATIONS if name != "reference"]
 BY_NAME = {case.name: case for case in CASES}
 RUNS = [
@@ -52,8 +53,10 @@ def _meant(weights: Any) -> np.ndarray:
         return values.astype(np.float64) * scales[..., None]
     nibbles = np.zeros((*values.shape[:-1], 2 * values.shape[-1]))
     nibbles[..., 0::2], nibbles[..., 1::2] = values % 16, values // 16
+    signed = np.where(nibbles > 7, nibbles - 16, nibbles)
+    scales, zeros = (np.swapaxes(part.astype(np.float64), -1, -2) for part in (scales, np.asarray(weights.zeros)))
     group_of = np.arange(nibbles.shape[-1]) // (nibbles.shape[-1] // scales.shape[-1])
-    return (nibbles - np.asarray(weights.zeros, np.float64)[..., group_of]) * scales[..., group_of]
+    return (signed - zeros[..., group_of]) * scales[..., group_of]
 
 
 def _expected(case: Case, x: np.ndarray, weights: Any, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -145,6 +148,16 @@ def test_rows_are_rounded_to_the_nearest_even_number() -> None:
     np.testing.assert_allclose(scales, [1, 0, 0], rtol=1e-7)
 
 
+@pytest.mark.parametrize("width", [7, 131, 320, 576])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_row_with_a_number_that_is_none_has_the_scale_nan_wherever_it_stands(width: int, number: float) -> None:
+    x = np.zeros((width + 1, width), np.float32)
+    x[:-1][np.eye(width, dtype=bool)] = number
+    scales = np.asarray(jax.jit(quantize_rows)(x).scales)
+    assert np.isnan(scales[:-1]).all()
+    assert scales[-1] == 0
+
+
 def test_parts_of_rows_stay_within_int8() -> None:
     """Every number of 15 bits, so that no part wraps around."""
     x = np.arange(-ROW_LEVELS, ROW_LEVELS + 1, dtype=np.float32)[None]
@@ -168,8 +181,9 @@ def test_int8_weights_err_by_half_a_step_of_their_channel() -> None:
 def test_int4_and_fp8_weights_err_by_half_a_step() -> None:
     weight = np.random.default_rng(0).standard_normal((3, 5, 128)).astype(np.float32) + 1
     four, eight = quantize_int4(weight, 64), quantize_fp8(weight)
-    step = np.repeat(four.scales, 64, axis=-1)
-    assert four.scales.shape == (3, 5, 2)
+    step = np.repeat(np.swapaxes(four.scales, -1, -2), 64, axis=-1)
+    assert four.scales.shape == four.zeros.shape == (3, 2, 5)
+    assert np.isin(four.zeros, range(-8, 9)).all()
     # A zero point is rounded as well, and what it cuts off at the ends is half a step more.
     assert (np.abs(_meant(four) - weight) <= 1.001 * step).all()
     # Three bits behind the leading one; the least exponent of the type is -6.
@@ -239,8 +253,8 @@ _X = np.zeros((2, 131), np.float32)
         (_X, _INT8._replace(scales=np.zeros(3, np.float32)), {}, r"scales \(3,\) for values \(37, 131\)"),
         (_X, _INT8._replace(values=_INT8.values.astype(np.int16)), {}, "values of Int8Weights are int8, not int16"),
         (_X, _INT4, {}, "rows of 131 numbers for a matrix that takes 192"),
-        (np.zeros((2, 192), np.float32), _INT4._replace(zeros=_INT4.zeros[:, 1:]), {}, r"zeros \(37, 2\)"),
-        (np.zeros((2, 192), np.float32), Int4Weights(_INT4.values, *(np.zeros((37, 7), np.float32),) * 2), {}, "no multiple of 7 groups"),
+        (np.zeros((2, 192), np.float32), _INT4._replace(zeros=_INT4.zeros[1:]), {}, r"zeros \(2, 37\)"),
+        (np.zeros((2, 192), np.float32), Int4Weights(_INT4.values, *(np.zeros((7, 37), np.float32),) * 2), {}, "no multiple of 7 groups"),
         (np.zeros((1, 140_000), np.float32), Int8Weights(np.zeros((1, 140_000), np.int8), np.zeros(1, np.float32)), {}, "at most 133144"),
         (_X, (1, 2), {}, "weights are tuple"),
     ],

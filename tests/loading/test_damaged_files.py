@@ -6,19 +6,21 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading import fp8, mxfp4
 from jaxpaged.loading.checkpoint import Checkpoint
 from jaxpaged.loading.fill import fill
 from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jaxpaged.loading.model_config import has_mxfp4
-from jaxpaged.loading.mxfp4 import dequantized
+from jaxpaged.loading.quantization_config import fp8_scales, has_mxfp4
 from jaxpaged.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.family_gguf import write_family_gguf
 from tests.loading.tiny_table import TABLE, axis_sizes, expected
 from tests.tiny_families import write_tiny_family
-from tests.tiny_model import write_tiny_gguf, write_tiny_llama
+from tests.tiny_model import save_safetensors, write_tiny_gguf, write_tiny_llama
 
 MIB = 2**20
 SIZES = {"layers": 1, "vocab_size": 300, "hidden": 32, "ffw": 32, "heads": 2, "kv_heads": 1}
@@ -67,14 +69,15 @@ def load(path: Path) -> None:
             return
         if "LlamaForCausalLM" not in hf["architectures"]:
             raise UnsupportedModelError("the registry of models refuses it")
-        for name in checkpoint.names():
-            checkpoint.read(name)
-        fill(checkpoint, TABLE, expected(hf), axis_sizes(hf))
+        seen = fp8.dequantized(checkpoint, fp8_scales(hf))
+        for name in seen.names():
+            seen.read(name)
+        fill(seen, TABLE, expected(hf), axis_sizes(hf))
 
 
 def read_experts(checkpoint: Checkpoint) -> None:
     """Everything in a mixture, its experts in 4 bits or one of many in a tensor."""
-    seen = dequantized(checkpoint) if has_mxfp4(checkpoint.hf_config) else checkpoint
+    seen = mxfp4.dequantized(checkpoint) if has_mxfp4(checkpoint.hf_config) else checkpoint
     for name in seen.names():
         assert seen.read(name).shape == seen.shape(name)
 
@@ -168,6 +171,31 @@ def test_damaged_experts_in_four_bits(tmp_path: Path, name: str) -> None:
     outcomes = Counter[str]()
     for number in range(50):
         changed = damaged(content, header_bytes, random.Random(f"mxfp4 {name} {number}"))
+        path.write_bytes(changed)
+        outcomes[attempt(tmp_path, len(changed))] += 1
+    assert outcomes["CheckpointError"] > 15
+    assert outcomes["loaded"] > 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_damaged_weights_in_eight_bits(tmp_path: Path, name: str) -> None:
+    tensors = write_tiny_llama(tmp_path, **SIZES, has_tokenizer=False)
+    stored = {key: tensor.astype(ml_dtypes.float8_e4m3fn) if "_proj" in key else tensor for key, tensor in tensors.items()}
+    stored |= {
+        f"{key}_scale_inv": np.ones([-(-size // 16) for size in tensors[key].shape], np.float32) for key in tensors if "_proj" in key
+    }
+    save_safetensors(tmp_path / "model.safetensors", stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}, **config})
+    )
+    path = tmp_path / name
+    content = path.read_bytes()
+    header_bytes = 150 if name == "config.json" else 8 + int.from_bytes(content[:8], "little")
+    assert attempt(tmp_path, len(content)) == "loaded"
+    outcomes = Counter[str]()
+    for number in range(50):
+        changed = damaged(content, header_bytes, random.Random(f"fp8 {name} {number}"))
         path.write_bytes(changed)
         outcomes[attempt(tmp_path, len(changed))] += 1
     assert outcomes["CheckpointError"] > 15

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxpaged import build, cli, fit_check
-from jaxpaged.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from jaxpaged.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxpaged.errors import ConfigError, MemoryBudgetError
 from jaxpaged.fit_check import FitCheck
 from jaxpaged.kv_cache import cache_shape, make_cache
@@ -15,6 +16,8 @@ from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.sources import resolve
 from jaxpaged.memory_plan import Room
 from jaxpaged.model_loader import ModelDescription, convert_weights, describe_model
+from jaxpaged.parallel.cuts import cut_parameters, own_part, replica_shape
+from jaxpaged.parallel.mesh_config import TABLE, MeshShape
 from jaxpaged.parameter_sizes import parameter_sizes, weight_bytes
 from tests.models.cases import FAMILY_CASES, Case
 from tests.models.encoder_cases import VOCAB as ENCODER_VOCAB
@@ -91,7 +94,7 @@ def test_llama_3_1_8b_by_its_config_alone(tmp_path: Path) -> None:
 def test_shares_of_devices(devices: int, kv_parts: int, tmp_path: Path) -> None:
     """KV heads are split as far as there are some; norms lie everywhere; a vocabulary that does not come out even is padded."""
     config, description = described(config_only(tmp_path, vocab_size=128257), max_model_len=8192)
-    plan = FitCheck(config, description, Room(40 * GIB)).plan(devices)
+    plan = FitCheck(config, description, Room(40 * GIB)).plan(MeshShape(tensor=devices))
     layer = 2 * 4096 * 4096 // devices + 2 * 4096 * 1024 // kv_parts + 3 * 4096 * 14336 // devices + 2 * 4096
     assert plan.weight_bytes == 2 * (32 * layer + 4096 + 2 * 4096 * -(-128257 // devices))
     assert plan.pool_bytes == plan.num_pages * 16 * TOKEN_BYTES // kv_parts
@@ -99,8 +102,90 @@ def test_shares_of_devices(devices: int, kv_parts: int, tmp_path: Path) -> None:
 
 def test_devices_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:
     check = FitCheck(*described(config_only(tmp_path)), Room(40 * GIB))
-    with pytest.raises(ConfigError, match="3 devices cannot share 32 heads evenly: take one of 1, 2, 4, 8, 16, 32"):
-        check.plan(3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 32 heads; allowed: 1, 2, 4, 8, 16, 32"):
+        check.plan(MeshShape(tensor=3))
+
+
+MIXTURES = {case.name: case for case in FAMILY_CASES if "experts" in case.options}
+MESHES = [
+    *((case, MeshShape(tensor=tensor)) for case in SMALL if case.name in ("llama", "olmo2") for tensor in (2, 3)),
+    (MIXTURES["mixtral"], MeshShape(expert=5)),
+    (MIXTURES["mixtral"], MeshShape(tensor=6, expert=5)),
+    (MIXTURES["qwen2moe"], MeshShape(tensor=3, expert=7)),
+    (MIXTURES["gptoss"], MeshShape(tensor=2, expert=5)),
+    (MIXTURES["gptoss"], MeshShape(tensor=2, expert=5, table={"ffw": "tensor", "experts": "expert"})),
+    (MIXTURES["qwen3moe"], MeshShape(tensor=2, expert=7, table={key: axis for key, axis in TABLE.items() if key != "experts"})),
+]
+
+
+@pytest.mark.parametrize(("case", "mesh"), MESHES, ids=lambda value: getattr(value, "name", None))
+def test_each_device_of_a_mesh_gets_what_was_planned(case: Case, mesh: MeshShape, tmp_path: Path) -> None:
+    """Byte by byte what `Replica.put` sends to it, and its part of the pool."""
+    if case.name == "llama" and mesh.tensor == 3:
+        case = case._replace(options={**case.options, "heads": 6, "kv_heads": 2, "head_dim": 8})
+    case.write(tmp_path, **case.options)
+    config, description = described(tmp_path, is_gpu=False)
+    plan = FitCheck(config, description, Room(GIB)).plan(mesh)
+    with open_checkpoint(resolve(config.model), load_format="dummy") as checkpoint:
+        model = describe_model(config.model, checkpoint, is_gpu=False)
+        arrays = convert_weights(checkpoint, model)
+    structure, shape = model.structure(), replica_shape(mesh, model.facts.kv_heads)
+    cuts = cut_parameters(structure.family.WEIGHTS, structure.config.axis_sizes, shape)
+    for place in (dict.fromkeys(shape.sizes, 0), {axis: size - 1 for axis, size in shape.sizes.items()}):
+        assert plan.weight_bytes == sum(own_part(array, cuts[path], place, shape.sizes).nbytes for path, array in arrays.items())
+    assert plan.weight_bytes < weight_bytes(description.sizes, {})
+    page = cache_shape(model.facts, config.cache, num_parts=shape.pool_parts).page_bytes
+    assert plan.pool_bytes == plan.num_pages * page
+
+
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+}
+EXPERT_BYTES = 2 * 32 * 8 * 3 * 4096 * 14336
+
+
+def test_a_mixture_over_an_expert_mesh(tmp_path: Path) -> None:
+    config, description = described(config_only(tmp_path, **MIXTRAL_8X7B), max_model_len=32768)
+    whole = weight_bytes(description.sizes, {})
+    plan = FitCheck(config, description, Room(80 * GIB)).require(MeshShape(expert=4))
+    assert plan.weight_bytes == whole - EXPERT_BYTES * 3 // 4
+    assert dict(fit_check.table(plan))["devices"] == "4 (expert parallel)"
+    both = FitCheck(config, description, Room(80 * GIB)).require(MeshShape(tensor=2, expert=4))
+    assert dict(fit_check.table(both))["devices"] == "8 (tensor 2 x expert 4)"
+    assert both.pool_bytes // both.num_pages == plan.pool_bytes // plan.num_pages // 2
+    with pytest.raises(ConfigError, match="the mesh axis expert 3 does not divide the model's 8 experts; allowed: 1, 2, 4, 8"):
+        FitCheck(config, description, Room(80 * GIB)).plan(MeshShape(expert=3))
+
+
+def test_changes_of_a_mixture_name_what_its_mesh_can_be(tmp_path: Path) -> None:
+    config, description = described(config_only(tmp_path / "model", **MIXTRAL_8X7B), max_model_len=32768)
+    assert FitCheck(config, description, Room(80 * GIB)).changes(MeshShape())[-1].words == "--tensor-parallel-size 2"
+    file = tmp_path / "mesh.yaml"
+    file.write_text("axes: {expert: 2}")
+    on_file = msgspec.structs.replace(config, parallel=ParallelConfig(mesh=str(file)))
+    check = FitCheck(on_file, description, Room(38 * GIB))
+    with pytest.raises(MemoryBudgetError, match=f"each device has .*axes.tensor: 2 in {file}"):
+        check.require()
+    (change,) = [change for change in check.changes(MeshShape(expert=2)) if change.plan.num_devices > 2]
+    assert change.plan == check.require(MeshShape(tensor=2, expert=2))
+    # Seven heads can be shared by seven devices alone, and its experts by two.
+    odd = config_only(tmp_path / "odd", **MIXTRAL_8X7B, num_attention_heads=7, num_key_value_heads=7, head_dim=128)
+    check = FitCheck(*described(odd, max_model_len=32768), Room(60 * GIB))
+    assert check.changes(MeshShape())[-1].words == "a mesh file (--parallel.mesh) with axes.expert: 2"
+
+
+def test_devices_that_are_one_machine_share_its_memory(tmp_path: Path) -> None:
+    config, description = described(config_only(tmp_path), is_gpu=False, dtype="bfloat16")
+    one = FitCheck(config, description, Room(20 * GIB, takes_all=False)).require()
+    assert one.room_bytes == 20 * GIB
+    assert FitCheck(config, description, Room(20 * GIB, takes_all=False)).plan(MeshShape(tensor=2)).room_bytes == 10 * GIB
+    with pytest.raises(MemoryBudgetError, match="each of 2 devices of this machine has 10.00 GiB"):
+        FitCheck(config, description, Room(20 * GIB, takes_all=False)).require(MeshShape(data=2))
 
 
 def test_axes_of_parameters() -> None:
@@ -130,7 +215,7 @@ def test_what_does_not_fit_is_refused_with_the_three_best_changes(tmp_path: Path
     assert "29.92 GiB of weights (float32)" in message
     assert "32.00 GiB of the pages of one request (131,072 tokens)" in message
     assert message.count("requests of") + message.count("request of") == 3
-    (first, second, third) = check.changes(1)
+    (first, second, third) = check.changes(MeshShape())
     assert third.words == "--tensor-parallel-size 2"
     assert first.words == "--dtype bfloat16"
     assert (first.plan.full_requests, first.plan.weight_bytes) == (1, 2 * LLAMA_8B_WEIGHTS)
@@ -145,7 +230,7 @@ def test_what_does_not_fit_is_refused_with_the_three_best_changes(tmp_path: Path
 
 def test_two_changes_at_once_where_one_is_not_enough(tmp_path: Path) -> None:
     config, description = described(config_only(tmp_path), max_model_len=131072, dtype="float32")
-    changes = FitCheck(config, description, Room(22 * GIB)).changes(1)
+    changes = FitCheck(config, description, Room(22 * GIB)).changes(MeshShape())
     assert changes[-1].words == "--tensor-parallel-size 4"
     longest = changes[0].plan.max_model_len
     assert changes[0].words == f"--dtype bfloat16 and --max-model-len {longest} instead of 131072"
@@ -156,7 +241,7 @@ def test_two_changes_at_once_where_one_is_not_enough(tmp_path: Path) -> None:
 
 def test_a_second_change_that_allows_longer_texts_is_told_too(tmp_path: Path) -> None:
     config, description = described(config_only(tmp_path), max_model_len=131072)
-    changes = FitCheck(config, description, Room(22 * GIB)).changes(1)
+    changes = FitCheck(config, description, Room(22 * GIB)).changes(MeshShape())
     assert changes[0].words == f"--max-model-len {changes[0].plan.max_model_len} instead of 131072"
     assert changes[1].words.startswith("--cache.dtype fp8_e4m3 and --max-model-len ")
     assert changes[2].words == "--tensor-parallel-size 2"

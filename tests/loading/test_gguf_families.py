@@ -60,6 +60,13 @@ CASES = {
         {"qkv_bias": True},
     ),
     "qwen3": GgufCase("qwen3", "Qwen3ForCausalLM", {"hidden_size": 66, "head_dim": 14}, {}, {"qk_norm": "head"}),
+    "granite": GgufCase(
+        "granite",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.375, "logits_scaling": 2.5},
+        {"embedding_scale": 3.0, "attention__scale": 0.25, "residual_scale": 0.375, "logit_scale": 2.5},
+        {},
+    ),
     "mixtral": GgufCase(
         "llama",
         "MixtralForCausalLM",

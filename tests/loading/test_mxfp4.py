@@ -92,5 +92,5 @@ def test_bytes_are_refused_where_no_weights_are_in_four_bits(tmp_path: Path) -> 
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"weights stored as F32, F16, BF16 are read, not .*_blocks \(U8\)"):
+    with pytest.raises(UnsupportedModelError, match=r"weights stored as F32, F16, BF16, F8_E4M3, F8_E5M2 are read, not .*_blocks \(U8\)"):
         open_folder(tmp_path)

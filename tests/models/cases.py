@@ -170,6 +170,20 @@ FAMILY_CASES = (
     _family("GptOssForCausalLM", _GPT_OSS, **_OF_GPT_OSS),
     # Up to the length that it was trained for; what is behind, test_qwen.py compares with numpy.
     Case("qwen", "QWenLMHeadModel", write_tiny_qwen, {"vocab_size": _VOCAB}, _POSITIONS, runs="logits"),
+    _family(
+        "GraniteForCausalLM",
+        {
+            "hidden_size": 66,
+            "head_dim": 14,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.7,
+        },
+        qkv_bias=True,
+        out_bias=True,
+    )._replace(runs="logits"),
     # Every second layer has no positions.
     _family("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
 )

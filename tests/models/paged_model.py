@@ -29,6 +29,7 @@ from jaxpaged.scheduler import ScheduledRow
 from jaxpaged.sequence import Sequence
 from jaxpaged.step_packer import pack_alone
 from jaxpaged.step_program import LoadedModel
+from tests.quick_programs import QUICKLY, TINY_BYTES
 
 PAGE_SIZE = 16
 MAX_SEQS = 8
@@ -65,10 +66,10 @@ def with_config(loaded: LoadedModel, config: Any) -> LoadedModel:
 
 
 @functools.cache
-def step_program(graphdef: Any, treedef: Any, layout: BatchLayout) -> Any:
+def step_program(graphdef: Any, treedef: Any, layout: BatchLayout, is_tiny: bool) -> Any:
     """Jitted (params, cache, blob) -> (float32 logits of every token [tokens, vocab], cache); models of one config share it."""
 
-    return jax.jit(_step_of(graphdef, treedef, layout), donate_argnums=1)
+    return jax.jit(_step_of(graphdef, treedef, layout), donate_argnums=1, compiler_options=QUICKLY if is_tiny else None)
 
 
 def sharded_program(loaded: LoadedModel, layout: BatchLayout) -> Any:
@@ -153,7 +154,7 @@ class PagedModel:
         ]
         blob = pack_alone(scheduled, layout, self.loaded.config.vocab)
         if self.loaded.replica is None:
-            run = step_program(self.loaded.graphdef, self.loaded.treedef, layout)
+            run = step_program(self.loaded.graphdef, self.loaded.treedef, layout, self.loaded.weight_bytes < TINY_BYTES)
         elif layout in self._sharded:
             run = self._sharded[layout]
         else:

@@ -21,8 +21,12 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxpaged.config import ParallelConfig
+from jaxpaged.config import ModelConfig, ParallelConfig
+from jaxpaged.convert_model import convert
 from jaxpaged.llm import LLM
+from jaxpaged.loading.orbax_checkpoint import StoredParameter
+from jaxpaged.loading.progress import SilentProgress
+from jaxpaged.loading.sources import resolve
 from jaxpaged.model_loader import DescribedModel
 from jaxpaged.parallel.mesh_config import MeshShape
 from jaxpaged.request import SamplingParams
@@ -162,6 +166,59 @@ def mixtures(folder: Path, *, meshes: dict[str, list[dict[str, int]]]) -> Iterat
             yield f"{name} " + " ".join(f"{axis}{count}" for axis, count in axes.items()), made.over(**axes)
 
 
+class Restored(NamedTuple):
+    """What `jaxpaged convert` wrote, put onto a mesh, beside the same weights from safetensors.
+
+    Attributes:
+        differing: parameters of which a device has other bytes.
+        largest_read, num_read: bytes that were on the host at once, and in all.
+        largest_held, num_held: of the largest part of a parameter on a device, and of all parts on all devices.
+        largest_whole: of the largest parameter.
+    """
+
+    differing: list[str]
+    largest_read: int
+    num_read: int
+    largest_held: int
+    num_held: int
+    largest_whole: int
+
+
+def restored(folder: Path, mesh: MeshShape) -> Restored:
+    converted = folder.with_name(f"{folder.name}-orbax")
+    config = ModelConfig(model=str(folder))
+    if not converted.exists():
+        convert(config, resolve(config), converted, SilentProgress())
+    described, reads = describe(converted), list[int]()
+    read = StoredParameter.__array__
+
+    def counted(parameter: StoredParameter, *args: Any, **options: Any) -> np.ndarray:
+        reads.append(parameter.nbytes)
+        return read(parameter, *args, **options)
+
+    StoredParameter.__array__ = counted  # type: ignore[method-assign]
+    try:
+        own = load_described(converted, described, mesh)
+    finally:
+        StoredParameter.__array__ = read  # type: ignore[method-assign]
+    other = load_described(folder, described, mesh)
+    expected = described.structure().expected
+    shards = [(leaf.addressable_shards, like.addressable_shards) for leaf, like in zip(own.params, other.params, strict=True)]
+    held = [shard.data.nbytes for pair in shards for shard in pair[0]]
+    return Restored(
+        [
+            path
+            for path, pair in zip(expected, shards, strict=True)
+            if any(np.asarray(one.data).tobytes() != np.asarray(two.data).tobytes() for one, two in zip(*pair, strict=True))
+        ],
+        max(reads),
+        sum(reads),
+        max(held),
+        sum(held),
+        max(math.prod(like.shape) * like.dtype.itemsize for like in expected.values()),
+    )
+
+
 def encoders(folder: Path, *, tensors: tuple[int, ...]) -> Iterator[tuple[str, Compared]]:
     """Logits of an encoder are of no use, and tell all the same whether its hidden states are right."""
     write_tiny_bert(folder, vocab_size=131)
@@ -237,6 +294,7 @@ GATE_MESHES = {
     "mixtral": {"tensor": 6},
     "olmo2": {"tensor": 6},
     "gptoss": {"tensor": 6},
+    "granite": {"tensor": 6},
 }
 """One mesh for each family that is not Llama's file, by the names of the shared suite; qwen2moe and bert have meshes of their own."""
 
@@ -252,6 +310,16 @@ def cases(part: str, folder: Path) -> Iterator[tuple[str, Any]]:
         yield from llamas(folder, sizes={2: (2, 4), 1: (8,)})
         yield from prime_llama(folder, tensors=(4,))
         yield from mixtures(folder, meshes={"qwen2moe": [{"expert": 2}, {"tensor": 2, "expert": 4}]})
+        for name, axes in (
+            ("prime", {"tensor": 4}),
+            ("qwen2moe", {"tensor": 2}),
+            ("qwen2moe", {"expert": 2}),
+            ("qwen2moe", {"tensor": 2, "expert": 2}),
+        ):
+            yield (
+                f"restored {name} " + " ".join(f"{axis}{count}" for axis, count in axes.items()),
+                restored(folder / name, MeshShape(**axes)),
+            )
         yield from encoders(folder / "bert", tensors=(3,))
         for case in FAMILY_CASES:
             if case.name in GATE_MESHES:
@@ -274,5 +342,5 @@ def cases(part: str, folder: Path) -> Iterator[tuple[str, Any]]:
 if __name__ == "__main__":
     assert jax.device_count() == 8
     with tempfile.TemporaryDirectory() as name:
-        out = {key: value._asdict() if isinstance(value, Compared) else value for key, value in cases(sys.argv[1], Path(name))}
+        out = {key: value._asdict() if isinstance(value, Compared | Restored) else value for key, value in cases(sys.argv[1], Path(name))}
     print(json.dumps(out))

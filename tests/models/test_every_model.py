@@ -144,7 +144,7 @@ def test_a_layer_is_traced_once_a_program(made: Made, monkeypatch: pytest.Monkey
     traced = block.__call__
     monkeypatch.setattr(block, "__call__", lambda *args: calls.append(1) or traced(*args))
     layout = paged(made.loaded).layout(made.case.buckets[1])
-    step = step_program.__wrapped__(made.loaded.graphdef, made.loaded.treedef, layout)
+    step = step_program.__wrapped__(made.loaded.graphdef, made.loaded.treedef, layout, True)
     step.lower(made.loaded.params, paged(made.loaded).cache, jnp.zeros(layout.blob_size, jnp.int32))
     assert made.loaded.config.layers > 1
     assert len(calls) == 1
@@ -226,5 +226,6 @@ def test_programs_are_shared_by_models_of_one_config(made: Made) -> None:
     """Guards the time of this suite: one program a bucket and no more."""
     again = load(made.folder)
     layout = paged(made.loaded).layout(2)
-    assert step_program(again.graphdef, again.treedef, layout) is step_program(made.loaded.graphdef, made.loaded.treedef, layout)
+    programs = {step_program(loaded.graphdef, loaded.treedef, layout, True) for loaded in (again, made.loaded)}
+    assert len(programs) == 1
     assert jax.default_backend() == "cpu"

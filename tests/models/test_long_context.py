@@ -19,7 +19,7 @@ from tests.models.paged_model import load, with_config
 from tests.text.vocabularies import byte_level
 from tests.tiny_model import Tensors, save_safetensors, write_tiny_llama
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_programs")]
 
 ATOL = 1e-3
 """Of a logit; logits have a root mean square of about 1."""

@@ -51,7 +51,7 @@ def sizes_of(name: str) -> dict[str, int]:
 
 def check_compared(results: dict[str, Any]) -> int:
     """Ids are equal wherever the choice is no tie; ties are rare."""
-    compared = {name: result for name, result in results.items() if "differing" in result}
+    compared = {name: result for name, result in results.items() if "num_ids" in result}
     for name, result in compared.items():
         assert result["differing"] == [], name
         assert result["difference"] < ATOL, name
@@ -95,6 +95,16 @@ def test_each_device_holds_its_share(gate: dict[str, Any], name: str) -> None:
 def test_experts_are_dealt_out(gate: dict[str, Any]) -> None:
     assert gate["qwen2moe expert2"]["share"] < 0.8
     assert gate["qwen2moe tensor2 expert4"]["share"] < 0.4
+
+
+def test_what_convert_wrote_goes_part_by_part_to_each_device(gate: dict[str, Any]) -> None:
+    """The bytes of a load from safetensors, and the host never has more of a parameter than a device's part."""
+    restored = {name: result for name, result in gate.items() if name.startswith("restored")}
+    assert len(restored) == 4
+    for name, result in restored.items():
+        assert result["differing"] == [], name
+        assert result["largest_read"] <= result["largest_held"] < result["largest_whole"], name
+        assert result["num_read"] <= result["num_held"], name
 
 
 def test_answers_over_a_mesh_are_those_of_one_device(gate: dict[str, Any]) -> None:

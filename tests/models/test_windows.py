@@ -21,7 +21,7 @@ from tests.models.paged_model import PagedModel, load, with_config
 from tests.text.vocabularies import byte_level
 from tests.tiny_model import Tensors, write_tiny_llama
 
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_programs")]
 
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "theta": 10_000.0}
 WINDOWS = {

@@ -72,3 +72,22 @@ def short_run() -> list[Event]:
     run += [step(2.2 + i / 10, i, num_running=1, num_waiting=0) for i in range(120)]
     run += [finished("req-1", 14.3), events.EngineStopped(time_s=START_S + 15)]
     return run
+
+
+def started(**changes: Any) -> events.EngineStarted:
+    """An engine is ready."""
+    values: dict[str, Any] = {
+        "model": "smollm2-135m",
+        "dtype": "float32",
+        "num_pages": 1000,
+        "page_size": 16,
+        "pool_bytes": 2**29,
+        "weight_bytes": 2**28,
+        "max_model_len": 8192,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "seconds": 3.0,
+        "num_programs": 3,
+        "platform": "cpu",
+    }
+    return events.EngineStarted(time_s=START_S, **{**values, **changes})

@@ -15,6 +15,7 @@ from jaxpaged.diagnose.read_logs import read_our_log, read_vllm_log
 from jaxpaged.diagnose.read_prometheus import metrics_url, observe_dump, observe_url, parse, split_dump
 from jaxpaged.diagnose.report import as_json, as_text, flow_chart, rule_table
 from jaxpaged.diagnose.rules import RULES, diagnose
+from jaxpaged.diagnose.scrapes import Scrape, window_between
 from jaxpaged.diagnose.sources import observe_lines
 from jaxpaged.diagnose.windows import Observation, Window
 from jaxpaged.errors import ConfigError
@@ -55,6 +56,26 @@ def test_every_rule_has_a_state_that_is_driven() -> None:
     assert list(STATES) == [name for name in STATES if name in IDS]
     assert set(STATES) == set(IDS)
     assert len(set(IDS)) == len(IDS)
+
+
+def test_loads_of_several_copies_are_compared_with_the_limits_of_all(driven: Callable[[str], Trace]) -> None:
+    """What runs is told of all together, `max_num_seqs` of one; vLLM tells a pool of each engine."""
+
+    def trace(num_engines: int, max_num_seqs: int) -> Trace:
+        def changed(event: events.Event) -> events.Event:
+            if isinstance(event, events.EngineStarted):
+                return msgspec.structs.replace(event, num_engines=num_engines, max_num_seqs=max_num_seqs)
+            return event
+
+        return [changed(event) for event in driven("row_limit")]
+
+    (started,) = (event for event in driven("row_limit") if isinstance(event, events.EngineStarted))
+    assert "row_limit" in ids_of(trace(1, started.max_num_seqs))
+    assert "row_limit" not in ids_of(trace(2, started.max_num_seqs))
+    (first, *_) = diagnose(observe_events(trace(2, started.max_num_seqs // 2), LIMITS.window_s), LIMITS)
+    assert (first.id, first.change.from_value) == ("row_limit", started.max_num_seqs // 2)
+    values = {("vllm:kv_cache_usage_perc", (("engine", str(number)),)): share for number, share in enumerate((0.5, 0.9))}
+    assert window_between(Scrape(0.0, values, {}), Scrape(1.0, values, {})).pool == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("name", list(STATES))

@@ -15,26 +15,8 @@ from jaxpaged.metrics import EngineMetrics
 from jaxpaged.sinks import FanOut, MemorySink
 from server.machine_metrics import MachineMetrics
 from server.prometheus_sink import PrometheusSink
-from tests.observability.samples import START_S, finished, scheduled, short_run, step
+from tests.observability.samples import START_S, finished, scheduled, short_run, started, step
 from tests.observability.vllm_reads import AIPERF, INFERENCE_PERF, ISSUE
-
-
-def started(**changes: Any) -> events.EngineStarted:
-    values: dict[str, Any] = {
-        "model": "smollm2-135m",
-        "dtype": "float32",
-        "num_pages": 1000,
-        "page_size": 16,
-        "pool_bytes": 2**29,
-        "weight_bytes": 2**28,
-        "max_model_len": 8192,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 512,
-        "seconds": 3.0,
-        "num_programs": 3,
-        "platform": "cpu",
-    }
-    return events.EngineStarted(time_s=START_S, **{**values, **changes})
 
 
 def whole_run() -> list[events.Event]:

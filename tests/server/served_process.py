@@ -75,9 +75,9 @@ class ServedProcess:
         """Standard error so far."""
         return self._err.read_text()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until it says where it serves."""
-        self._wait_for(lambda: "serving " in self.out)
+        self._wait_for(lambda: "serving " in self.out, timeout_s)
         found = re.search(r"serving \S+ at http://127\.0\.0\.1:(\d+)/v1", self.out)
         assert found is not None
         self.port = int(found[1])
@@ -183,8 +183,8 @@ class ServedProcess:
             return False
         return True
 
-    def _wait_for(self, is_so: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+    def _wait_for(self, is_so: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
         while not is_so():
             assert self.process.poll() is None, f"it ended with {self.process.poll()}: {self.err}"
             assert time.monotonic() < deadline_s, self.err

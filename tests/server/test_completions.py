@@ -112,6 +112,11 @@ def test_an_echo_with_log_probabilities_tells_the_prompt_as_well(server: LiveSer
 
 
 def test_a_prompt_alone_is_told_without_an_answer(server: LiveServer) -> None:
+    for is_streamed in (False, True):
+        alone = server.complete(["hello two words", "x"], echo=True, max_tokens=0, stream=is_streamed)
+        assert (alone.status, alone.texts) == (200, ["hello two words", "x"])
+        assert b'"logprobs":{' not in alone.content
+        assert b'"prompt_logprobs"' not in alone.content
     reply = server.complete("hello two words", echo=True, logprobs=1, max_tokens=0)
     (choice,) = reply.json["choices"]
     assert (choice["text"], choice["finish_reason"], reply.json["usage"]["completion_tokens"]) == ("hello two words", "length", 0)
@@ -120,7 +125,7 @@ def test_a_prompt_alone_is_told_without_an_answer(server: LiveServer) -> None:
         name: entries[:3]
         for name, entries in server.complete("hello two words", echo=True, logprobs=1, max_tokens=1).json["choices"][0]["logprobs"].items()
     }
-    for fields in ({}, {"logprobs": 1}, {"echo": True}):
+    for fields in ({}, {"logprobs": 1}):
         assert server.complete("x", max_tokens=0, **fields).error["param"] == "max_tokens"
 
 

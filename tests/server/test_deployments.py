@@ -23,7 +23,8 @@ pytestmark = pytest.mark.jax
 POLL_S = 0.1
 """How often uvicorn looks whether it is to end."""
 ROOT = Path(__file__).parents[2]
-MANIFESTS = sorted((ROOT / "configs" / "kubernetes").glob("*.yaml"))
+MANIFESTS = [ROOT / "configs" / "kubernetes" / "jaxpaged.yaml"]
+"""That of several processes is in `tests/distributed/test_deployments.py`."""
 SERVING = sorted((ROOT / "configs" / "serving").glob("*.yaml"))
 
 

@@ -47,6 +47,7 @@ def test_limits_can_be_lowered(chat_tokenizer: Tokenizer) -> None:
     limits = LimitsConfig(max_n=2, max_prompts=3, max_answers=4, max_stop=0, max_stop_token_ids=1, max_logit_bias=0, max_messages=1)
     config = Config(log=LogConfig(level="error"), limits=limits, sampling=SamplingConfig(max_logprobs=1))
     cases: list[tuple[str, dict[str, Any], str | None]] = [
+        (TEXT, {"n": 0}, "n"),
         (TEXT, {"n": 2}, None),
         (TEXT, {"n": 3}, "n"),
         (TEXT, {"prompt": ["a"] * 3}, None),
@@ -68,6 +69,12 @@ def test_limits_can_be_lowered(chat_tokenizer: Tokenizer) -> None:
             reply = server.post(path, body_of(path, **fields))
             assert reply.status == (200 if param is None else 400), fields
             assert param is None or reply.error["param"] == param
+        assert server.post(TEXT, body_of(TEXT, n=-1)).error["message"] == "n is from 1 to 2 (limits.max_n), got -1"
+    with live_server(chat_tokenizer, config=Config(log=LogConfig(level="error"), limits=LimitsConfig(max_stop_chars=7))) as server:
+        for stop in ("", ["a", ""]):
+            error = server.post(TEXT, body_of(TEXT, stop=stop)).error
+            assert error["param"] == "stop"
+            assert "is from 1 to 7 (limits.max_stop_chars), got 0" in error["message"]
 
 
 def test_bodies_at_the_limit_and_over_it(limited: LiveServer) -> None:

@@ -1,5 +1,6 @@
 """GET /v1/models, /tokenize, /detokenize, /tokenizer_info: what clients ask beside the answers."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from tokenizers import processors
 from jaxpaged.config import Config, LogConfig, ServerConfig
 from jaxpaged.tokenizer import Tokenizer
 from jaxpaged.tokenizer_files import StoredTokenizer
+from server.tokenizer_info import MAX_SIZE, tokenizer_info
 from tests.server.live import LiveServer, live_server
 from tests.text.vocabularies import byte_level, byte_level_backend
 from tests.tiny_model import CHAT_TEMPLATE
@@ -130,3 +132,42 @@ def test_the_tokenizer_tells_its_control_tokens(server: LiveServer) -> None:
     info = server.get("/tokenizer_info").json
     assert (info["bos_token"], info["eos_token"], info["eos_token_ids"]) == ("<|im_start|>", "<|im_end|>", [2])
     assert info["chat_template"].startswith("{% for message in messages %}")
+    assert info["added_tokens_decoder"]["2"] == "<|im_end|>"
+
+
+CONFIG: dict[str, Any] = {
+    "tokenizer_class": "GPT2Tokenizer",
+    "unk_token": {"__type": "AddedToken", "content": "<unk>", "lstrip": False, "special": True},
+    "additional_special_tokens": ["<a>", {"content": "<b>", "lstrip": False}],
+    "model_max_length": 10**30,
+    "clean_up_tokenization_spaces": False,
+    "extra": {"content": "plain", "deep": [1, 2.5, None]},
+    "vocab_file": "/home/somebody/vocab.json",
+    "name_or_path": "/home/somebody/model",
+    "chat_template": [{"name": "default", "template": "not the one in use"}],
+    "long": "x" * MAX_SIZE,
+    "last": "told, too",
+}
+
+
+def test_the_tokenizers_configuration_is_told_as_vllm_does() -> None:
+    """Tokens as texts, numbers of any size; without places on a disk, and no more than `MAX_SIZE` of it."""
+    stored = StoredTokenizer(byte_level_backend(), 1, (2,), CHAT_TEMPLATE, {**CONFIG, "huge": 10**40})
+    info = json.loads(tokenizer_info(Tokenizer(stored), 512))
+    decoder = info.pop("added_tokens_decoder")
+    assert decoder["1"] == "<|im_start|>"
+    assert info == {
+        "tokenizer_class": "GPT2Tokenizer",
+        "unk_token": "<unk>",
+        "additional_special_tokens": ["<a>", "<b>"],
+        "model_max_length": 512,
+        "clean_up_tokenization_spaces": False,
+        "extra": {"content": "plain", "deep": [1, 2.5, None]},
+        "last": "told, too",
+        "huge": 10**40,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "eos_token_ids": [2],
+        "vocab_size": Tokenizer(stored).vocab_size,
+        "chat_template": CHAT_TEMPLATE,
+    }

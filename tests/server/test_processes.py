@@ -1,5 +1,6 @@
 """How server processes start and end: signals, drains, deaths; nothing is left behind, and the exit status says why."""
 
+import json
 import os
 import re
 import signal
@@ -299,3 +300,15 @@ def test_bad_starts_are_one_sentence(tmp_path: Path, arguments: tuple[str, ...],
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxpaged: ")]
     assert sentence in line
     assert "Traceback" not in done.stderr
+
+
+def test_the_benchmark_of_the_http_layer_runs(tmp_path: Path) -> None:
+    """It stands in for an engine, and has to take what the server gives one."""
+    arguments = ("--streams", "4", "--step-ms", "20", "--seconds", "0.5")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench_http.py"), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["streams"], told["step_ms"]) == (4, 20)
+    assert told["events_per_s"] > 0

@@ -266,6 +266,7 @@ def test_a_failure_is_the_last_event(chat_tokenizer: Tokenizer) -> None:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": ["everything"]}, "include"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.01}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
@@ -279,6 +280,7 @@ def test_what_is_refused(server: LiveServer, fields: dict[str, Any], param: str,
     reply = ask(server, **{"given": "x", "stream": is_streamed, **fields})
     assert reply.status == (404 if param in ("previous_response_id", "model") else 400)
     assert reply.error["param"] == param
+    assert ask(server, temperature=2).json["temperature"] == 2
     assert ask(server, include=[], tools=[], text={"format": {"type": "text"}}, tool_choice="auto").status == 200
 
 

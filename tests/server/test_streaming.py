@@ -91,6 +91,30 @@ def test_the_answer_ends_at_once_and_the_connection_goes_on(server: LiveServer) 
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
+def test_http_1_0_knows_no_chunks(server: LiveServer, is_streamed: bool) -> None:
+    """What nginx speaks to a server unless it is told otherwise. An answer without a length ends with its connection."""
+    fields = {"model": "smollm2-135m", "max_tokens": 5, "temperature": 0, "stream": is_streamed}
+    body = json.dumps({"messages": [{"role": "user", "content": "old"}], **fields}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        connection.sendall(head + b"connection: keep-alive\r\nexpect: 100-continue\r\n\r\n" + body)
+        head, _, content = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    if is_streamed:
+        parts = content.split(b"\n\n")
+        assert parts[-2:] == [b"data: [DONE]", b""]
+        told = [json.loads(part.removeprefix(b"data: ")) for part in parts[:-2]]
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in told)
+    else:
+        text = json.loads(content)["choices"][0]["message"]["content"]
+    assert text == server.chat("old", max_tokens=5, temperature=0).text
+    server.counts[End.LENGTH] += 1
+    server.num_prompts += 1
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("is_reset", [True, False])
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_client_that_leaves_frees_its_pages_within_a_second(slow_server: LiveServer, is_streamed: bool, is_reset: bool, n: int) -> None:

@@ -56,8 +56,11 @@ def test_tokenizer_json_alone_decides_about_begin_and_end(tmp_path: Path, flags:
 
 def test_facts_of_a_folder(tmp_path: Path) -> None:
     eos = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "special": True}
-    tokenizer = folder_with_bos(tmp_path, eos_token=eos)
+    tokenizer = folder_with_bos(tmp_path, eos_token=eos, added_tokens_decoder={"2": eos})
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+    assert tokenizer.config["eos_token"] == eos
+    assert "added_tokens_decoder" not in tokenizer.config
+    assert tokenizer.added_tokens[2] == "<|im_end|>"
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.vocab_size == byte_level_backend().get_vocab_size()
     assert tokenizer.decode([tokenizer.vocab_size - 1], skip_special_tokens=False) == "<think>"

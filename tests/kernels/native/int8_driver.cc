@@ -1,31 +1,17 @@
-// Runs the CPU kernels without XLA, on plain threads, for sanitizers: every set of instructions against loops over numbers.
+// Runs the int8 product without XLA, on plain threads, for sanitizers: every set of instructions against loops over numbers.
 //
 // Operands lie in buffers of just their size, so that a read or write beyond one is an error of the address sanitizer.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "../../../pallas_kernels/quantized_matmul/int8.h"
+#include "plain_threads.h"
 
 namespace {
 
 using jaxpaged::Instructions;
-
-class PlainThreads final : public jaxpaged::Threads {
- public:
-  explicit PlainThreads(int64_t count) : count_(count) {}
-  ~PlainThreads() override {
-    for (auto& thread : started_) thread.join();
-  }
-  int64_t count() const override { return count_; }
-  void start(std::function<void()> task) override { started_.emplace_back(std::move(task)); }
-
- private:
-  int64_t count_;
-  std::vector<std::thread> started_;
-};
 
 void require(bool holds, const char* what, int64_t rows, int64_t num_in, int64_t num_out, Instructions instructions) {
   if (holds) return;

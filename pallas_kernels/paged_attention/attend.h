@@ -1,0 +1,187 @@
+// Paged attention on CPU: rows of one sequence and KV head, tile by tile, over blocks of 64 positions with a running softmax.
+//
+// Blocks begin at multiples of 64 positions, whatever the chunk of the prompt or the company, and every sum has one order: a row's result
+// is the same bits alone, in a batch, decoded or prefilled. What no row may see is never read: pages that others own may hold anything.
+// The work itself is in attend_tile.h, compiled once for each set of instructions.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "../native/instructions.h"
+#include "../native/parallel.h"
+
+#ifdef __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define JAXPAGED_HAS_SHUFFLES 1
+#endif
+#endif
+
+namespace jaxpaged {
+namespace attention {
+
+constexpr int64_t kBlock = 64;      // positions
+constexpr int64_t kTileRows = 64;   // query rows of a tile, when a KV head has fewer query heads than that
+constexpr float kNothing = -INFINITY;
+
+// What pages and queries are made of.
+using Float32 = float;
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float8E4M3FN {
+  uint8_t bits;
+};
+
+inline float widened(Float32 number) { return number; }
+inline float widened(BFloat16 number) {
+  const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+inline float widened(Float8E4M3FN number) {
+  struct Table {
+    float of[256];
+    Table() {
+      for (int code = 0; code < 256; ++code) {
+        const int exponent = code >> 3 & 15, fraction = code & 7;
+        const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9) : std::ldexp(8.0f + fraction, exponent - 10);
+        of[code] = (code & 127) == 127 ? std::nanf("") : code & 128 ? -size : size;
+      }
+    }
+  };
+  static const Table table;
+  return table.of[number.bits];
+}
+
+inline void narrowed(float wide, Float32* number) { *number = wide; }
+inline void narrowed(float wide, BFloat16* number) {  // to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &wide, sizeof(bits));
+  number->bits = std::isnan(wide) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// One call. `tables` and the pages are those of the layer and group; the contract is that of pallas_kernels.paged_attention.
+template <typename Query, typename Page>
+struct Call {
+  const Query* q;          // [tokens, kv_heads * heads_per_kv_head, head_dim]
+  const Page* k_pages;     // [num_pages, kv_heads, page_size, head_dim]
+  const Page* v_pages;
+  const int32_t* tables;   // [seqs, max_pages]
+  const int32_t* kv_lens;  // [seqs]
+  const int32_t* cu_q_lens;
+  const float* sinks;  // [heads], or null
+  int64_t tokens, seqs, kv_heads, heads_per_kv_head, head_dim, num_pages, page_size, max_pages;
+  float scale, v_scale, soft_cap;  // soft_cap 0: none
+  int64_t window;                  // a row sees itself and window - 1 positions before it
+  bool is_causal;
+  Query* out;
+
+  // Where a position's numbers lie. A table that names no page of the pool is read as if it named the nearest.
+  int64_t offset(int64_t seq, int64_t kv_head, int64_t position) const {
+    const int64_t entry = std::min(position / page_size, max_pages - 1);
+    const int64_t page = std::min<int64_t>(std::max<int64_t>(tables[seq * max_pages + entry], 0), num_pages - 1);
+    return ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim;
+  }
+};
+
+// Query rows of one sequence and KV head: the tokens [first, first + count) of those that the sequence has in this step.
+struct Tile {
+  int64_t seq, kv_head, first, count;
+};
+
+// Memory of a thread, kept between calls.
+struct Scratch {
+  std::vector<float> numbers;
+
+  float* at_least(int64_t count) {
+    constexpr int64_t kAlignment = 16;
+    if (static_cast<int64_t>(numbers.size()) < count + kAlignment) numbers.resize(count + kAlignment);
+    float* start = numbers.data();
+    while (reinterpret_cast<uintptr_t>(start) % (kAlignment * sizeof(float)) != 0) ++start;
+    return start;
+  }
+};
+
+}  // namespace attention
+}  // namespace jaxpaged
+
+#define JAXPAGED_TILE portable
+#define JAXPAGED_TILE_ROWS 1
+#include "attend_tile.h"
+#undef JAXPAGED_TILE
+#undef JAXPAGED_TILE_ROWS
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define JAXPAGED_TILES_OF_X86 1
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define JAXPAGED_TILE avx2
+#define JAXPAGED_TILE_ROWS 1
+#include "attend_tile.h"
+#undef JAXPAGED_TILE
+#undef JAXPAGED_TILE_ROWS
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
+#define JAXPAGED_TILE avx512
+#define JAXPAGED_TILE_ROWS 6
+#include "attend_tile.h"
+#undef JAXPAGED_TILE
+#undef JAXPAGED_TILE_ROWS
+#pragma GCC pop_options
+#elif defined(__x86_64__) && defined(__clang__)
+#define JAXPAGED_TILES_OF_X86 1
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#define JAXPAGED_TILE avx2
+#define JAXPAGED_TILE_ROWS 1
+#include "attend_tile.h"
+#undef JAXPAGED_TILE
+#undef JAXPAGED_TILE_ROWS
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
+#define JAXPAGED_TILE avx512
+#define JAXPAGED_TILE_ROWS 6
+#include "attend_tile.h"
+#undef JAXPAGED_TILE
+#undef JAXPAGED_TILE_ROWS
+#pragma clang attribute pop
+#endif
+
+namespace jaxpaged {
+namespace attention {
+
+template <typename Query, typename Page>
+void attend(Threads& threads, Instructions instructions, const Call<Query, Page>& call) {
+  const int64_t width = call.kv_heads * call.heads_per_kv_head * call.head_dim;
+  const int64_t tokens_of_tile = std::max<int64_t>(1, kTileRows / call.heads_per_kv_head);
+  std::vector<Tile> tiles;
+  int64_t live = 0;
+  for (int64_t seq = 0; seq < call.seqs; ++seq) {
+    const int64_t start = std::max<int64_t>(live, std::min<int64_t>(call.cu_q_lens[seq], call.tokens));
+    const int64_t stop = std::max<int64_t>(start, std::min<int64_t>(call.cu_q_lens[seq + 1], call.tokens));
+    live = stop;
+    for (int64_t first = 0; first < stop - start; first += tokens_of_tile) {
+      const int64_t count = std::min(tokens_of_tile, stop - start - first);
+      for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) tiles.push_back({seq, kv_head, first, count});
+    }
+  }
+  std::memset(static_cast<void*>(call.out + live * width), 0, (call.tokens - live) * width * sizeof(Query));
+  for_chunks(threads, tiles.size(), [&tiles, &call, instructions](int64_t chunk) {
+    static thread_local Scratch scratch;
+    switch (instructions) {
+#if defined(JAXPAGED_TILES_OF_X86)
+      case Instructions::kAvx512Vnni: return avx512::attend_tile(call, tiles[chunk], scratch);
+      case Instructions::kAvx2: return avx2::attend_tile(call, tiles[chunk], scratch);
+#endif
+      default: return portable::attend_tile(call, tiles[chunk], scratch);
+    }
+  });
+}
+
+}  // namespace attention
+}  // namespace jaxpaged
