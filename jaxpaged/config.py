@@ -153,6 +153,10 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["reference", "xla", "mosaic_gpu"] | None,
         _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
     ] = None
+    quantized_matmul: Annotated[
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None,
+        _doc("of linear maps with quantized weights, at most 64 rows; none: the best for model and device"),
+    ] = None
     grouped_matmul: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None
