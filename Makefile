@@ -46,10 +46,13 @@ test-kernels: setup-dev ## the large kernel tests: more cases, the GPU interpret
 	$(PYTEST) -n $(JOBS) --dist load --tier kernels
 	@$(MAKE) --no-print-directory compile-gpu
 
-compile-gpu: ## the GPU kernels and a whole step compiled for H200 and H100, with no GPU, against their budgets
+compile-gpu: ## the GPU kernels and a whole step compiled for H200, H100 and Ampere cards, with no GPU, against their budgets; one kernel an op with CUDA 12
 	@$(SETUP) .venv-compile-gpu compile-gpu
 	.venv-compile-gpu/bin/python scripts/compile_kernels.py
+	.venv-compile-gpu/bin/python scripts/compile_sm80.py
 	.venv-compile-gpu/bin/python scripts/compile_step.py
+	@$(SETUP) .venv-compile-gpu12 compile-gpu12
+	.venv-compile-gpu12/bin/python scripts/compile_kernels.py
 
 test-system: setup-dev ## the tests that start whole processes (needs Debian's prometheus and chromium; screenshots go to build/artefacts)
 	$(PYTEST) --tier system
@@ -71,5 +74,5 @@ gpu-bundle: setup-dev ## dist/gpu-bundle: what scripts/gpu_check.py needs on a m
 	.venv/bin/python scripts/make_gpu_bundle.py
 
 clean: ## remove environments, caches and builds; pulled models stay
-	rm -rf .venv .venv-min-jax .venv-compile-gpu dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-min-jax .venv-compile-gpu .venv-compile-gpu12 dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -63,8 +63,9 @@ class AsyncLLM:
         prepare_process(self.config)
         self._own_sinks = open_own_sinks(self.config, is_quiet=False) if sinks is None else []
         self._metrics = EngineMetrics()
+        start = start_engine if leader is None else functools.partial(start_engine, leader=leader)
         try:
-            self._engine, self._intake = start_engine(self.config, (*self._own_sinks, *(sinks or ()), self._metrics), leader)
+            self._engine, self._intake = start(self.config, (*self._own_sinks, *(sinks or ()), self._metrics))
         except BaseException:
             self._close_sinks()
             raise

@@ -146,15 +146,19 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Which implementation of each op of pallas_kernels runs; docs/kernels.md says what each takes."""
 
     paged_attention: Annotated[
-        Literal["reference", "xla", "mosaic_gpu", "mosaic_sm80"] | None,
+        Literal["reference", "xla", "cpu", "mosaic_gpu", "mosaic_sm80"] | None,
         _doc("of attention over the page pool; none: the best for model and device"),
     ] = None
     kv_write: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None,
         _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
     ] = None
+    quantized_matmul: Annotated[
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None,
+        _doc("of linear maps with quantized weights, at most 64 rows; none: the best for model and device"),
+    ] = None
     grouped_matmul: Annotated[
-        Literal["reference", "xla"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None
 
 

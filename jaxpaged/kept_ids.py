@@ -15,7 +15,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxpaged.batch import SamplingRows
+from jaxpaged.counted_loops import counted_loop
 from jaxpaged.largest_logits import Largest
+from pallas_kernels.gpu_target import platform
 
 _NUM_SLICES = 16
 _LEAST_IDS = 512
@@ -125,7 +127,7 @@ def search_kept(
 
 def _sum_of_slices(x: Array, terms: Callable[[Array], Array]) -> Array:
     """The sum over the last axis of the terms of `x` [rows, vocab]; these are of any shape [rows, ..., ids] for a slice of ids."""
-    if x.shape[1] < _LEAST_IDS:
+    if x.shape[1] < _LEAST_IDS or platform() == "gpu":
         return jnp.sum(terms(x), axis=-1)
     size = x.shape[1] // _NUM_SLICES
     total = terms(x[:, :size])
@@ -165,7 +167,7 @@ def _last_that_has(is_enough: Callable[[Array], Array], num_rows: int, num_bits:
         num_enough = jnp.sum(is_enough(candidates) & fits, axis=1, dtype=jnp.uint32)
         return found | (num_enough << shift)
 
-    return lax.fori_loop(0, num_steps, step, jnp.zeros(num_rows, jnp.uint32))
+    return counted_loop(num_steps, step, jnp.zeros(num_rows, jnp.uint32))
 
 
 def _kth_largest(scaled: Float[Array, "rows vocab"], top_k: Int32[Array, "rows"]) -> Float[Array, "rows"]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpaged.config import MIB, CacheConfig
@@ -69,7 +70,14 @@ def cache_shape(model: Any, cache: CacheConfig, *, num_parts: int = 1) -> CacheS
 def make_cache(shape: CacheShape, num_pages: int, sharding: jax.sharding.Sharding | None = None) -> KVCache:
     """A pool of `num_pages`, zero-filled; page 0 is read by padding only and never given out. `sharding`: None: on the first device."""
     dims = (shape.layers, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
-    return KVCache(jnp.zeros(dims, shape.dtype, device=sharding), jnp.zeros(dims, shape.dtype, device=sharding))
+    return KVCache(zeros(dims, shape.dtype, sharding), zeros(dims, shape.dtype, sharding))
+
+
+def zeros(dims: tuple[int, ...], dtype: DTypeLike, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+    """Zeros of a device's own. On a CPU they come from the host, where nobody wrote them: that compiles no program for each shape."""
+    if jax.default_backend() == "cpu":
+        return jax.device_put(np.zeros(dims, dtype), sharding, may_alias=False)
+    return jnp.zeros(dims, dtype, device=sharding)
 
 
 def count_pages(

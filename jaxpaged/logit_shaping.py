@@ -4,7 +4,7 @@ Each slot keeps a row of biases and a row of token counts on the device. The hos
 (`slot_rows.py`); the step program counts the ids that it chooses. Order as in vLLM: biases first, then penalties.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,8 +32,14 @@ def shape_logits(
         slots: of the device's state.
         target_slots: each row's slot; beyond the slots for rows that choose nothing.
     """
-    logits = lax.cond(jnp.any(rows.has_bias != 0), _add_bias, lambda logits, *_: logits, logits, rows, slots, target_slots)
-    return lax.cond(jnp.any(_counts_matter(rows)), _penalize, lambda logits, *_: logits, logits, rows, slots, target_slots)
+
+    def both(logits: Array, *others: Any) -> Array:
+        return _penalize(_add_bias(logits, *others), *others)
+
+    # One choice, not two after another: each keeps the logits that go in beside those that come out.
+    index = jnp.any(rows.has_bias != 0) + 2 * jnp.any(_counts_matter(rows))
+    branches = (lambda logits, *_: logits, _add_bias, _penalize, both)
+    return lax.switch(index, branches, logits, rows, slots, target_slots)
 
 
 def count_ids(slots: SlotRows, rows: SamplingRows, target_slots: Int32[Array, "rows"], ids: Int32[Array, "rows"]) -> SlotRows:

@@ -10,13 +10,13 @@ from jaxpaged.errors import MemoryBudgetError
 
 @contextlib.contextmanager
 def memory_budget() -> Iterator[None]:
-    """Raises MemoryBudgetError for a device that is out of memory; other errors pass."""
+    """Raises MemoryBudgetError for a device, or a host, that is out of memory; other errors pass."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first_line = str(error).splitlines()[0]
+        first_line = str(error).partition("\n")[0]
         raise MemoryBudgetError(
             f"the device has not enough memory for weights, page pool and step programs ({first_line}): "
             "lower cache.memory, scheduler.max_num_batched_tokens or model.max_model_len, or take a smaller model"

@@ -13,7 +13,7 @@ from jaxpaged.config import CacheConfig, LogprobsMode
 from jaxpaged.device_sleep import HostWeights
 from jaxpaged.host_limits import return_freed_blocks, return_freed_memory
 from jaxpaged.kernel_choice import ToldChoices
-from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache
+from jaxpaged.kv_cache import KVCache, cache_shape, count_pages, device_memory, make_cache, zeros
 from jaxpaged.kv_groups import KVGroup, PageArithmetic
 from jaxpaged.kv_layout import lay_out
 from jaxpaged.logit_shaping import SlotRows
@@ -266,10 +266,10 @@ class ModelRunner:
     def _new_state(self) -> DeviceState:
         num_slots = self.limits.max_num_seqs
         whole, pool = (self._replica.whole, self._replica.pool) if self._replica else (None, None)
-        counts = jnp.zeros((num_slots, self.vocab), jnp.int32, device=whole)
-        bias = jnp.zeros((num_slots, self.vocab), jnp.float32, device=whole)
-        pooled = jnp.zeros((num_slots, self._embed), jnp.float32, device=whole)
-        last_ids = jnp.zeros(num_slots, jnp.int32, device=whole)
+        counts = zeros((num_slots, self.vocab), jnp.int32, whole)
+        bias = zeros((num_slots, self.vocab), jnp.float32, whole)
+        pooled = zeros((num_slots, self._embed), jnp.float32, whole)
+        last_ids = zeros((num_slots,), jnp.int32, whole)
         return DeviceState(make_cache(self.cache_shape, self.num_pages, pool), last_ids, SlotRows(counts, bias), pooled)
 
     def _layout(self, bucket: int) -> BatchLayout:

@@ -13,14 +13,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxpaged.batch import SamplingRows
+from jaxpaged.counted_loops import counted_loop
 from jaxpaged.kept_ids import Kept, KeptByLargest, kept_by_largest, scale, search_kept
 from jaxpaged.largest_logits import block_maxima, find_largest, first_of_the_highest, highest_of
 from jaxpaged.request import GREEDY_TEMPERATURE
+from pallas_kernels.gpu_target import platform
 
 NUM_FEW = 4
 """Rows whose whole vocabulary is looked at together: what is read again and again stays in a core's cache."""
 MAX_GROUPS = 8
 """Of so many rows or more, where a batch is wide."""
+MAX_GPU_GROUPS = 4
+"""On a GPU, which has room for more rows at a time, and a program that grows with the number of groups."""
 CDF_BLOCK = 128
 NO_ID = -1
 """What a row gives whose logits are NaN or all forbidden; the engine ends it with an error."""
@@ -109,7 +113,7 @@ def _draw(
 def _for_rows(is_wanted: Bool[Array, "rows"], work: Callable[..., _Choice], arrays: tuple, others: _Choice) -> _Choice:
     """`work` of the rows of `arrays` that want it, group by group; `others` for the rest. Groups without such a row cost nothing."""
     num_rows = is_wanted.shape[0]
-    size = min(num_rows, max(NUM_FEW, -(-num_rows // MAX_GROUPS)))
+    size = min(num_rows, max(NUM_FEW, -(-num_rows // (MAX_GPU_GROUPS if platform() == "gpu" else MAX_GROUPS))))
     num_groups = -(-num_rows // size)
     order = jnp.argsort(~is_wanted, stable=True).astype(jnp.int32)
     groups = jnp.pad(order, (0, num_groups * size - num_rows), constant_values=num_rows).reshape(num_groups, size)
@@ -119,10 +123,11 @@ def _for_rows(is_wanted: Bool[Array, "rows"], work: Callable[..., _Choice], arra
         at = jnp.where(is_wanted.at[group].get(mode="clip"), group, num_rows)
         return jax.tree.map(lambda result, own: result.at[at].set(own, mode="drop"), result, own)
 
-    def step(result: _Choice, group: Array) -> tuple[_Choice, None]:
-        return lax.cond(is_wanted[group[0]], of_group, lambda result, *_: result, result, group, arrays), None
+    def step(index: Array, result: _Choice) -> _Choice:
+        group = lax.dynamic_index_in_dim(groups, index, keepdims=False)
+        return lax.cond(is_wanted[group[0]], of_group, lambda result, *_: result, result, group, arrays)
 
-    return lax.scan(step, others, groups)[0]
+    return counted_loop(num_groups, step, others)
 
 
 def uniform(seed: UInt32[Array, "rows 2"], position: Int32[Array, "rows"]) -> Float[Array, "rows"]:

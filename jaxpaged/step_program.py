@@ -101,7 +101,7 @@ class StepProgram:
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
         # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
-        has_native = model.facts.quantization is not None and native.library().missing is None
+        has_native = native.library().missing is None
         self._fixed = (model.facts.words, model.facts.quantization, has_native, cache_shape, num_ids, logprobs_mode)
         self._traced, self._kernels = traced, kernels
 

@@ -14,6 +14,9 @@ CAPABILITY_OF_KIND = {
 HOPPER = (9, 0)
 """What our Mosaic kernels are written for."""
 
+HOPPER_MULTIPROCESSORS = 132
+"""Of an H100 SXM or an H200: what is assumed where no device can be asked."""
+
 
 class GpuTarget(NamedTuple):
     """A GPU: its name, compute capability (major, minor), and number of multiprocessors."""

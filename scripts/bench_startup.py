@@ -5,11 +5,13 @@
 Each run is a process of its own with the caches as they are, so that all but the first of a new cache folder (`JAXPAGED_HOME`) are
 warm. Printed are medians of the seconds on the clock and of the CPU seconds (user and system, all threads) that each phase took; what
 runs at the same time as a phase counts to it. `make`: what `make demo` does before that process starts, where there is a `.venv`.
-The last line is JSON.
+`--help` is timed as often: it should answer within 0.2 s. The last line is JSON.
 """
 
 import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +33,18 @@ def make_overhead_s() -> float | None:
     return time.monotonic() - begun_s
 
 
+def help_seconds(num_runs: int) -> dict[str, float]:
+    """Medians of what `jaxpaged --help` takes: on the clock, and of the processor."""
+    wall, cpu = [], []
+    for _ in range(num_runs):
+        begun_s, before = time.monotonic(), os.times()
+        subprocess.run([sys.executable, "-m", "jaxpaged", "--help"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        wall.append(time.monotonic() - begun_s)
+        cpu.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return {"wall_s": statistics.median(wall), "cpu_s": statistics.median(cpu)}
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -43,7 +57,9 @@ def main() -> None:
     print(startup.table(runs))
     if overhead_s is not None:
         print(f"| make, before it | {overhead_s:.2f} | |")
-    print(json.dumps({"benchmark": "startup", **vars(args), "make_s": overhead_s, **startup.figures(runs)}))
+    help_s = help_seconds(max(args.runs, 1))
+    print("| --help | {wall_s:.2f} | {cpu_s:.2f} |".format(**help_s))
+    print(json.dumps({"benchmark": "startup", **vars(args), "make_s": overhead_s, "help": help_s, **startup.figures(runs)}))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     make compile-gpu        (or: .venv-compile-gpu/bin/python scripts/compile_kernels.py [--target H200] [--case WORDS])
 
-Prints a table of registers, spilled bytes, shared memory, bytes of keys and values in flight, and matrix and bulk-copy instructions of
-each kernel, and ends with code 1 when one is beyond `pallas_kernels/compile_budgets.json`. First it compiles a kernel that must spill, so
-that a compiler whose report is no longer understood is noticed.
+Prints a table of registers, spilled bytes, shared memory, bytes in flight (keys and values, or weights and rows), and matrix and bulk-copy
+instructions of each kernel, and ends with code 1 when one is beyond `pallas_kernels/compile_budgets.json`. First it compiles a kernel that
+must spill, so that a compiler whose report is no longer understood is noticed. In an environment with CUDA 12 it compiles the first case of
+each op, for the first device.
 """
 
 import argparse
@@ -33,6 +34,8 @@ CEILINGS = {
     "paged_prefill": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
     "combine_parts": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024},
     "write_tokens": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024},
+    "quantized_matmul": {"registers": 168, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
+    "multiply_groups": {"registers": 232, "spilled_bytes": 0, "shared_bytes": 227 * 1024, "min_in_flight_bytes": 64 * 1024},
 }
 """What no budget may exceed."""
 
@@ -42,7 +45,7 @@ class Report(NamedTuple):
 
     Attributes:
         kernel: the name of its function.
-        matrix_ops: HGMMA instructions, of all kernels that were compiled with it.
+        matrix_ops: HGMMA and IGMMA instructions, of all kernels that were compiled with it.
         bulk_copies: UTMALDG instructions, likewise.
     """
 
@@ -64,7 +67,7 @@ def parse(text: str, shared_bytes: dict[str, int]) -> list[Report]:
     )
     if not entries:
         raise ValueError(f"the assembler reports no kernel, of {', '.join(shared_bytes)}")
-    matrix_ops, bulk_copies = len(re.findall(r"\bHGMMA\b", text)), len(re.findall(r"\bUTMALDG\b", text))
+    matrix_ops, bulk_copies = len(re.findall(r"\b[HI]GMMA\b", text)), len(re.findall(r"\bUTMALDG\b", text))
     return [
         Report(name, int(registers), max(int(stores), int(loads)), shared_bytes[name], matrix_ops, bulk_copies)
         for name, stores, loads, registers in entries
@@ -81,9 +84,9 @@ def broken(report: Report, in_flight_bytes: int, budget: dict[str, int]) -> list
     least = budget.get("min_in_flight_bytes", 0)
     if least:
         if in_flight_bytes < least:
-            found.append(f"{report.kernel}: {in_flight_bytes} bytes of keys and values in flight, at least {least} wanted")
+            found.append(f"{report.kernel}: {in_flight_bytes} bytes in flight, at least {least} wanted")
         if not report.matrix_ops:
-            found.append(f"{report.kernel}: no HGMMA instruction")
+            found.append(f"{report.kernel}: no HGMMA or IGMMA instruction")
     if not report.bulk_copies:
         found.append(f"{report.kernel}: no UTMALDG instruction")
     return found
@@ -145,6 +148,10 @@ class Compiler:
 
     def compile(self, function: Callable[..., Any], operands: dict[str, Any]) -> list[Report]:
         """Reports on the Mosaic kernels of a function; identical kernels count once."""
+        return parse(*self.compile_text(function, operands))
+
+    def compile_text(self, function: Callable[..., Any], operands: dict[str, Any]) -> tuple[str, dict[str, int]]:
+        """What the assembler and the disassembler print of a function's Mosaic kernels, and their shared memory by name."""
         import jax
 
         shared_bytes = {}
@@ -163,7 +170,7 @@ class Compiler:
                 text = output.read()
         finally:
             self._core._launch = launch
-        return parse(text, shared_bytes)
+        return text, shared_bytes
 
 
 def spiller(x: Any) -> Any:
@@ -266,12 +273,39 @@ def compile_write(compiler: Compiler, case: CompileCase, num_tokens: int = 32, n
     return compiler.compile(functools.partial(kv_write, implementation="mosaic_gpu"), operands)
 
 
+def compile_pages(compiler: Compiler, case: CompileCase) -> tuple[list[Report], dict[str, int]]:
+    """Compiles attention and the write of a case; returns the reports, and the bytes in flight by kernel."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
+
+    dtypes = jnp.dtype(case.dtype), jnp.dtype(case.page_dtype)
+    in_flight = {
+        "paged_decode": mosaic_decode.in_flight_bytes(case.head_dim, *dtypes),
+        "paged_prefill": mosaic_prefill.in_flight_bytes(case.head_dim, *dtypes),
+    }
+    return [*compile_case(compiler, case), *compile_write(compiler, case)], in_flight
+
+
+TOOLKITS = {"cuda13": Path("nvidia", "cu13"), "cuda12": Path("nvidia", "cuda_nvcc")}
+"""Where wheels of a CUDA put its assembler and its device library."""
+
+
+def installed() -> tuple[Path, str]:
+    """The folder of packages with jax's plugin, and the CUDA that it is for."""
+    return next((Path(path), cuda) for path in sys.path for cuda in TOOLKITS if (Path(path) / "jax_plugins" / f"xla_{cuda}").is_dir())
+
+
 def prepare_environment() -> dict[str, str]:
     """Settings that jax and its plugin read when they are loaded; returns the devices that can be compiled for."""
-    packages = next(Path(path) for path in sys.path if (Path(path) / "jax_plugins" / "xla_cuda13").is_dir())
-    os.environ.update(JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_SASS="1")
-    os.environ["PATH"] = os.pathsep.join([str(packages / "nvidia" / "cu13" / "bin"), os.environ["PATH"]])
-    return device_descriptions((packages / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so").read_bytes())
+    packages, cuda = installed()
+    os.environ.update(JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_SASS="1", CUDA_ROOT=str(packages / TOOLKITS[cuda]))
+    programs = packages / TOOLKITS[cuda] / "bin"
+    os.environ["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
+    # There is no wheel of CUDA 12's disassembler, and jax looks for one beside the assembler: that of 13 reads its programs too.
+    if not (programs / "nvdisasm").exists():
+        (programs / "nvdisasm").symlink_to(packages / TOOLKITS["cuda13"] / "bin" / "nvdisasm")
+    return device_descriptions((packages / "jax_plugins" / f"xla_{cuda}" / "xla_cuda_plugin.so").read_bytes())
 
 
 def main() -> int:
@@ -279,42 +313,48 @@ def main() -> int:
     parser.add_argument("--target", choices=sorted(TARGETS), help="only this device")
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     args = parser.parse_args()
+    _, cuda = installed()
     if not args.target:
         # The compiler does not say again what it has said of a kernel, for another device of the same architecture either.
-        runs = [subprocess.run([sys.executable, __file__, "--target", name, "--case", args.case]) for name in TARGETS]
+        targets = list(TARGETS) if cuda == "cuda13" else list(TARGETS)[:1]
+        runs = [subprocess.run([sys.executable, __file__, "--target", name, "--case", args.case]) for name in targets]
         return int(any(run.returncode for run in runs))
     name = args.target
     descriptions = prepare_environment()
     sys.path.insert(0, str(ROOT))
     import jax.numpy as jnp
-
-    from pallas_kernels.paged_attention import mosaic_decode, mosaic_prefill
+    from compile_grouped import CASES as GROUPED_CASES
+    from compile_grouped import compile_grouped
+    from compile_quantized import CASES as QUANTIZED_CASES
+    from compile_quantized import compile_quantized
 
     budgets = json.loads(BUDGETS.read_text(encoding="utf-8"))
     faults = loosened(budgets)
-    columns = f"{'registers':>9} {'spilled':>7} {'shared':>7} {'in flight':>9} {'HGMMA':>5} {'UTMALDG':>7} {'s':>5}"
-    print(f"{'target':6} {'kernel':14} {columns}  case")
+    columns = f"{'registers':>9} {'spilled':>7} {'shared':>7} {'in flight':>9} {'GMMA':>5} {'UTMALDG':>7} {'s':>5}"
+    print(f"{'target':6} {'kernel':16} {columns}  case ({cuda})")
     compiler = Compiler(descriptions[TARGETS[name]])
     (planted,) = compiler.compile(spiller, {"x": compiler.shape((64, 512), jnp.float32)})
     if not planted.spilled_bytes:
         faults.append(f"{name}: the kernel that must spill does not: the assembler's report is no longer understood")
-    for case in CASES if name == next(iter(TARGETS)) else CASES[:NUM_CASES_OF_OTHERS]:
-        if args.case not in case.name:
+    num_cases = 1 if cuda != "cuda13" else None if name == next(iter(TARGETS)) else NUM_CASES_OF_OTHERS
+    jobs = [
+        *((case.name, functools.partial(compile_pages, compiler, case)) for case in CASES[:num_cases]),
+        *((case.name, functools.partial(compile_grouped, compiler, case)) for case in GROUPED_CASES[:num_cases]),
+        *((case.name, functools.partial(compile_quantized, compiler, case)) for case in QUANTIZED_CASES[:num_cases]),
+    ]
+    for case, job in jobs:
+        if args.case not in case:
             continue
         started = time.process_time()
-        dtypes = jnp.dtype(case.dtype), jnp.dtype(case.page_dtype)
-        in_flight = {
-            "paged_decode": mosaic_decode.in_flight_bytes(case.head_dim, *dtypes),
-            "paged_prefill": mosaic_prefill.in_flight_bytes(case.head_dim, *dtypes),
-        }
-        for report in (*compile_case(compiler, case), *compile_write(compiler, case)):
+        reports, in_flight = job()
+        for report in reports:
             own = in_flight.get(report.kernel, 0)
             print(
-                f"{name:6} {report.kernel:14} {report.registers:9} {report.spilled_bytes:7} {report.shared_bytes:7} {own:9}"
-                f" {report.matrix_ops:5} {report.bulk_copies:7} {time.process_time() - started:5.1f}  {case.name}",
+                f"{name:6} {report.kernel:16} {report.registers:9} {report.spilled_bytes:7} {report.shared_bytes:7} {own:9}"
+                f" {report.matrix_ops:5} {report.bulk_copies:7} {time.process_time() - started:5.1f}  {case}",
                 flush=True,
             )
-            faults += [f"{name}, {case.name}: {sentence}" for sentence in broken(report, own, budgets[report.kernel])]
+            faults += [f"{name}, {case}: {sentence}" for sentence in broken(report, own, budgets[report.kernel])]
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0

@@ -137,6 +137,53 @@ def attention_numerics(card: Card) -> Iterator[Row]:
         yield Row("numerics attention", case.name, largest_difference(np.asarray, (got,), (wanted,)), "difference")
 
 
+def matmul_numerics(card: Card) -> Iterator[Row]:
+    """Every implementation of `quantized_matmul` and `grouped_matmul` that takes a case, against the reference: largest shares of it."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels import grouped_matmul, quantized_matmul
+    from pallas_kernels.grouped_matmul import cases as grouped_cases
+    from pallas_kernels.quantized_matmul import cases as quantized_cases
+
+    of_quantized = [case for case in quantized_cases.CASES if "gpu" in case.tags]
+    of_grouped = [case for case in grouped_cases.CASES if "bench" not in case.tags and sum(case.group_sizes)]
+    for op, cases, few in ((quantized_matmul.OP, quantized_cases, of_quantized), (grouped_matmul.OP, grouped_cases, of_grouped)):
+        for case in few[: 1 if card.is_dry else None]:
+            made: Any = cases.make(case, dtype="bfloat16")
+            operands = jax.tree.map(jnp.asarray, tuple(made.values()) if isinstance(made, dict) else made)
+            num_rows = sum(getattr(case, "group_sizes", (case.num_rows,)))
+            options = {"layer": 0 if getattr(case, "layers", None) else None}
+            wanted = np.asarray(op.implementations["reference"].run(*operands, **options))[:num_rows]
+            for name, implementation in op.implementations.items():
+                if name != "reference" and card.has_time() and not implementation.refusals(*operands, **options):
+                    got = np.asarray(implementation.run(*operands, **options))[:num_rows]
+                    share = largest_difference(np.asarray, (got,), (wanted,)) / max(float(np.abs(wanted).max()), 1e-30)
+                    yield Row(f"numerics {op.name}", f"{name} {case.name}", share, "difference")
+
+
+def torch_attention(card: Card) -> Iterator[Row]:
+    """What torch takes for one-token sequences whose keys and values lie side by side, without pages; nothing where there is no torch."""
+    try:
+        import torch
+    except ImportError:
+        return (yield Row("torch", "torch is not there", 0.0, "B/s"))
+    num_seqs, kv_len, head_dim = (2, 16, 64) if card.is_dry else (32, 2048, 128)
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu" if card.is_dry else "cuda"}
+    q, kv = torch.randn(num_seqs, 32, 1, head_dim, **like), torch.randn(num_seqs, 8, kv_len, head_dim, **like)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+        if not card.is_dry:
+            torch.cuda.synchronize()
+
+    rate = 2 * num_seqs * kv_len * 8 * head_dim * 2 / seconds_of(attend, 9)
+    yield Row(
+        "torch", f"SDPA batch {num_seqs} context {kv_len} dim {head_dim}", rate, "B/s", rate / (card.copy_bytes_per_s or float("inf"))
+    )
+
+
 def largest_difference(as_array: Callable[[Any], Any], got: Any, wanted: Any) -> float:
     """Over all arrays, infinite where one is NaN and the other is not."""
     import numpy as np
@@ -191,9 +238,8 @@ def decode_grid(card: Card) -> Iterator[Row]:
             rate = 2 * num_seqs * kv_len * kv_heads * head_dim * itemsize / seconds
             # A copy's bytes are read and written, and a walk's are read only: both are what memory moves.
             share = rate / card.copy_bytes_per_s if card.copy_bytes_per_s else None
-            yield Row(
-                "decode", f"{implementation} batch {num_seqs} context {kv_len} dim {head_dim} page {page_size} {dtype}", rate, "B/s", share
-            )
+            words = f"{implementation} batch {num_seqs} context {kv_len} dim {head_dim} page {page_size} {dtype}"
+            yield Row("decode", words, rate, "B/s", share)
 
 
 def prefill_grid(card: Card) -> Iterator[Row]:
@@ -264,8 +310,7 @@ def triton(card: Card) -> Iterator[Row]:
     import jax.numpy as jnp
 
     if card.is_dry:
-        yield Row("triton", "not on a CPU", 0.0, "B/s")
-        return
+        return (yield Row("triton", "not on a CPU", 0.0, "B/s"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -277,12 +322,21 @@ def triton(card: Card) -> Iterator[Row]:
     q = jax.random.normal(jax.random.key(0), (num_seqs, 32, head_dim), jnp.bfloat16)
     seconds = per_call(lambda q: paged_attention(q, pool, pool, tables, lens), q, is_dry=False)
     rate = 2 * num_seqs * kv_len * 8 * head_dim * 2 / seconds
-    yield Row(
-        "triton", "batch 32 context 2048 dim 128 page 16", rate, "B/s", rate / card.copy_bytes_per_s if card.copy_bytes_per_s else None
-    )
+    yield Row("triton", "batch 32 context 2048 dim 128 page 16", rate, "B/s", rate / (card.copy_bytes_per_s or float("inf")))
 
 
-PARTS = (copy_rate, matmul_rate, write_numerics, attention_numerics, decode_grid, prefill_grid, triton, engine)
+PARTS = (
+    copy_rate,
+    matmul_rate,
+    write_numerics,
+    attention_numerics,
+    matmul_numerics,
+    decode_grid,
+    prefill_grid,
+    triton,
+    torch_attention,
+    engine,
+)
 
 
 def run_parts(parts: Any, card: Card) -> tuple[list[Row], dict[str, str]]:

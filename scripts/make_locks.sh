@@ -27,6 +27,7 @@ compile cuda12 "$@" pyproject.toml requirements/build.in --extra dev --extra cud
 compile cuda13 "$@" pyproject.toml requirements/build.in --extra dev --extra cuda13 $same
 # The same packages as dev, and what compiles for GPUs on a machine without one.
 compile compile-gpu "$@" pyproject.toml requirements/build.in requirements/compile-gpu.in --extra dev --constraint requirements/dev.lock
+compile compile-gpu12 "$@" requirements/build.in requirements/compile-gpu12.in --constraint requirements/compile-gpu.lock
 compile min-jax "$@" pyproject.toml requirements/build.in requirements/min-jax.in --extra dev
 
 # Each client has an environment of its own.

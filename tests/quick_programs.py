@@ -14,15 +14,15 @@ from jaxpaged.config import MIB
 from jaxpaged.programs import Compiled, compile_all
 
 TINY_BYTES = 16 * MIB
-"""Of all arguments of a program. Models as wide as SmolLM2 have more: their programs are compiled as users' are, as all are that
-started processes compile."""
+"""Of a program's weights, its first argument. Models as wide as SmolLM2 have more: their programs are compiled as users' are, as are all
+that started processes compile."""
 QUICKLY = {"xla_backend_optimization_level": 0}
 """Of machine code alone: what XLA makes of the arrays (fusions, layouts, buffers) is the same at every level."""
 
 
 def compile_one(lowered: jax.stages.Lowered) -> Any:
     """Compiles a program: quickly that of a tiny model."""
-    num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in jax.tree.leaves(lowered.in_avals))
+    num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in jax.tree.leaves(lowered.in_avals[0][0]))
     return lowered.compile(compiler_options=QUICKLY if num_bytes < TINY_BYTES else None)
 
 

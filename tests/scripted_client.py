@@ -78,7 +78,8 @@ def starter(
 ) -> Callable[[Config, Sequence[events.Sink]], Started]:
     """What takes the place of `start_engine`: it builds over `runner` what `build_engine` builds over a model."""
 
-    def start(config: Config, sinks: Sequence[events.Sink]) -> Started:
+    def start(config: Config, sinks: Sequence[events.Sink], leader: object = None) -> Started:
+        assert leader is None
         intake = Intake(
             tokenizer,
             generation_config=generation_config,

@@ -159,13 +159,16 @@ def test_make_demo_hands_the_prompt_over_as_typed(tmp_path: Path, prompt: str, i
 
 
 def test_the_locks_are_the_promised_ones() -> None:
-    assert {path.stem for path in LOCKS} == {"base", "dev", "cuda12", "cuda13", "compile-gpu", "min-jax", "installer"}
+    assert {path.stem for path in LOCKS} == {"base", "dev", "cuda12", "cuda13", "compile-gpu", "compile-gpu12", "min-jax", "installer"}
     pins = {path.stem: dict(re.findall(r"^([a-z0-9._-]+)==(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)) for path in LOCKS}
     assert pins["min-jax"]["jax"] == pins["min-jax"]["jaxlib"] == "0.11.2"
     assert "jax-cuda12-plugin" in pins["cuda12"]
     assert "jax-cuda13-plugin" in pins["cuda13"]
     for name in ("dev", "cuda12", "cuda13", "compile-gpu"):
         assert pins["base"].items() <= pins[name].items(), "tests run on what users run"
+    # Only what compiling takes, in the versions that the others have.
+    assert "jax-cuda12-plugin" in pins["compile-gpu12"]
+    assert all(pins["compile-gpu"].get(name, version) == version for name, version in pins["compile-gpu12"].items())
 
 
 @pytest.mark.parametrize("path", [*LOCKS, *sorted(CLIENTS.glob("*.lock"))], ids=lambda path: path.stem)

@@ -205,7 +205,8 @@ class Leader:
             visitor = receive_visitor(connection, self.processes.secret)
             self._admit(visitor)
         except (StreamError, OSError) as error:
-            self._say(f"somebody was turned away: {error}")
+            if self._missing():  # else the start has gone on
+                self._say(f"somebody was turned away: {error}")
             connection.close()
         finally:
             with self._changed:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from pallas_kernels.gpu_target import platform
+from jaxpaged.counted_loops import counted_loop
 
 
 class WholeStack(nnx.Param):
@@ -45,11 +44,4 @@ def run_stack[C](layers: nnx.Module, num_layers: int, run_layer: Callable[[Any, 
         places = jax.tree.map(lambda stacked: OfLayer(stacked, index), whole)
         return run_layer(nnx.merge(graphdef, own, places), carry, index)
 
-    if platform() != "gpu":
-        return lax.fori_loop(0, num_layers, step, carry)
-    # One function that is called for each layer: traced once, too. A loop's body would copy the weights of its layer out of the stack,
-    # which costs more than reading them, and could not be recorded with the rest of the step.
-    step_once = jax.jit(step)
-    for index in range(num_layers):
-        carry = step_once(jnp.int32(index), carry)
-    return carry
+    return counted_loop(num_layers, step, carry)

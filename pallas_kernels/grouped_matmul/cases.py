@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """`group_sizes`: rows of each group; `tags` say where the case runs: ci, bench."""
+    """`group_sizes`: rows of each group; `tags` say where the case runs: ci, bench, gpu (the GPU interpreter), gpu_first (in every run)."""
 
     name: str
     group_sizes: tuple[int, ...]
@@ -27,7 +27,7 @@ def _ragged(num_groups: int, num_rows: int, seed: int) -> tuple[int, ...]:
     return tuple(np.bincount(drawn, minlength=num_groups).tolist())
 
 
-CASES = (
+_PLAIN = (
     Case("one_row", (1,), 7, 5),
     Case("one_group", (67,), 13, 11),
     Case("nothing", (0, 0, 0), 7, 5, num_padding=3),
@@ -38,6 +38,27 @@ CASES = (
     Case("large_blocks", (64, 65, 1, 127), 29, 31, num_padding=7),
     *(Case(f"ragged_{seed}", _ragged(11, 97, seed), 19, 23, num_padding=3) for seed in range(4)),
     Case("more_groups_than_rows", _ragged(61, 17, 5), 37, 41, num_padding=1),
+)
+
+_WHOLE_TILES = ((64, 64), (96, 160), (128, 32), (128, 64), (64, 128), (192, 96), (96, 64), (64, 192))
+"""Sides of matrices that the Hopper kernel takes."""
+
+_GPU = tuple(
+    case._replace(
+        name=f"gpu_{case.name}",
+        num_in=_WHOLE_TILES[index % len(_WHOLE_TILES)][0],
+        num_out=_WHOLE_TILES[index % len(_WHOLE_TILES)][1],
+        tags=("gpu", "gpu_first") if case.name == "block_edges" else ("gpu",),
+    )
+    for index, case in enumerate(_PLAIN)
+)
+
+CASES = (
+    *_PLAIN,
+    *_GPU,
+    Case("gpu_two_warpgroups", (70, 0, 129, 3, 90), 128, 128, num_padding=4, tags=("gpu", "gpu_first")),
+    Case("gpu_ring_goes_round", (3, 0, 20, 1), 1536, 64, num_padding=3, tags=("gpu",)),
+    Case("gpu_two_warpgroups_wide", (70, 128, 0, 66), 64, 512, num_padding=1, tags=("gpu",)),
     Case("mixtral_decode_8", _ragged(8, 16, 6), 4096, 14336, tags=("bench",)),
     Case("qwen3_30b_decode_1", _ragged(128, 8, 7), 2048, 768, tags=("bench",)),
     Case("qwen3_30b_decode_16", _ragged(128, 128, 8), 2048, 768, tags=("bench",)),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32
 BLOCK_TOKENS = 64
 """Positions of one step of the walk: as many rows as a warpgroup's matrix unit takes."""
 
-SEQ, START, NUM_BLOCKS, FIRST_BLOCK, FIRST_SEEN, KV_LEN = range(6)
+SEQ, START, NUM_BLOCKS, FIRST_BLOCK, FIRST_SEEN, KV_LEN, ROW = range(7)
 """Columns of `DecodeWork.seqs`."""
 
 
@@ -23,17 +23,21 @@ class DecodeWork(NamedTuple):
     """One-token sequences first, in their order; the others have no blocks.
 
     Attributes:
-        rows: each one's row of q; for the others a row beyond all.
         seqs: each one's row of the page tables, where its blocks of one KV head begin in the line if all had one KV head only, how many
-            they are, the first that is seen, the first position that is seen, and the length.
+            they are, the first that is seen, the first position that is seen, the length, and its row of q; the others have a row beyond
+            all.
         ctas: of each CTA the first pair, the number of pairs, the begin and the end of its range.
         pairs: of each pair the place of its first partial result and how many there are.
     """
 
-    rows: Int32[Array, "seqs"]
-    seqs: Int32[Array, "seqs 6"]
+    seqs: Int32[Array, "seqs 7"]
     ctas: Int32[Array, "blocks 4"]
     pairs: Int32[Array, "rows 2"]
+
+    @property
+    def rows(self) -> Int32[Array, "seqs"]:
+        """Each one's row of q."""
+        return self.seqs[:, ROW]
 
 
 def share_out(
@@ -55,7 +59,7 @@ def share_out(
     num_blocks = -(-lens // BLOCK_TOKENS) - first_block
     end = jnp.cumsum(num_blocks, dtype=jnp.int32)
     start = end - num_blocks
-    seqs = jnp.stack([order, start, num_blocks, first_block, first_seen, lens], axis=1)
+    seqs = jnp.stack([order, start, num_blocks, first_block, first_seen, lens, rows], axis=1)
 
     total = end[-1] * num_kv_heads
     per_cta = jnp.maximum(-(-total // num_ctas), 1)
@@ -73,7 +77,15 @@ def share_out(
     last_cta = (pair_start + pair_blocks - 1) // per_cta
     first_part = jnp.arange(pair_start.shape[0], dtype=jnp.int32) + first_cta
     pairs = jnp.stack([first_part, jnp.where(pair_blocks > 0, last_cta - first_cta + 1, 0)], axis=1)
-    return DecodeWork(rows, seqs, ctas, pairs)
+    return DecodeWork(seqs, ctas, pairs)
+
+
+def by_row_of_q(work: DecodeWork, num_tokens: int) -> Int32[Array, "rows 2"]:
+    """`pairs`, for each row of q and KV head instead of each sequence and KV head; rows of no one-token sequence have no parts."""
+    num_seqs = work.seqs.shape[0]
+    of_seqs = work.pairs.reshape(num_seqs, -1)
+    of_rows = jnp.zeros((num_tokens, of_seqs.shape[1]), jnp.int32).at[work.rows].set(of_seqs, mode="drop")
+    return of_rows.reshape(-1, work.pairs.shape[1])
 
 
 class Segment(NamedTuple):
@@ -81,6 +93,7 @@ class Segment(NamedTuple):
 
     pair: Array
     seq: Array
+    q_row: Array
     kv_head: Array
     first_block: Array
     num_blocks: Array
@@ -96,4 +109,5 @@ def segment_of(num_kv_heads: int, seqs: Any, ctas: Any, cta: Array, index: Array
     start = seqs[row, START] * num_kv_heads + kv_head * num_blocks
     low = jnp.maximum(ctas[cta, 2] - start, 0)
     high = jnp.minimum(ctas[cta, 3] - start, num_blocks)
-    return Segment(pair, seqs[row, SEQ], kv_head, seqs[row, FIRST_BLOCK] + low, high - low, seqs[row, FIRST_SEEN], seqs[row, KV_LEN])
+    first_block = seqs[row, FIRST_BLOCK] + low
+    return Segment(pair, seqs[row, SEQ], seqs[row, ROW], kv_head, first_block, high - low, seqs[row, FIRST_SEEN], seqs[row, KV_LEN])

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.mosaic_tiles import NOTHING, ROWS, tile
+from pallas_kernels.mosaic_tiles import NOTHING, ROWS, store_untiled, tile
 
 
 def add_part(carry: tuple[Array, Array, Array], part: Array, lse: Array) -> tuple[Array, Array, Array]:
@@ -26,33 +26,41 @@ def combine(
     part_lses: Float[Array, "blocks 64"],
     pairs: Int32[Array, "rows 2"],
     scale: Float[Array, "1"],
-    sinks: Float[Array, "kv_heads heads"] | None,
+    sinks: Float[Array, "... heads"] | None,
     *,
     num_kv_heads: int,
+    heads_per_kv_head: int,
+    stride: int,
     dtype: Any,
     interpret: Any = None,
-) -> Float[Array, "rows heads head_dim"]:
+) -> Float[Array, "rows _ head_dim"]:
     """Weighs the partial results of each pair.
 
     Args:
-        parts: normalized partial results of the query heads of a pair, whose number is a multiple of 8; those of one pair lie side by side.
+        parts: normalized partial results of the tile of query heads in which a pair's are; those of one pair lie side by side.
         part_lses: the base-2 logarithms of their weights.
-        pairs: of each pair the first of its parts and how many there are; one without any is left as it is, whatever that is.
+        pairs: of each pair the first of its parts and how many there are; one without any gives 0.
         scale: multiplies the result.
-        sinks: base-2 logits that take weight and give no value, by KV head (that of pair p is p modulo their number); None: without.
-        num_kv_heads: KV heads.
+        sinks: base-2 logits that take weight and give no value, in the same tiles; None: without.
+        num_kv_heads: KV heads; that of pair p is p modulo their number.
+        heads_per_kv_head: query heads of a pair.
+        stride: query heads from one KV head's to the next one's, as tiles count them.
         dtype: of the result.
         interpret: parameters of the GPU interpreter.
     """
     has_sinks = sinks is not None
+    # Of a tile's heads, where those of a KV head begin.
+    begins = range(0, parts.shape[1], stride)
     num_rows, head_dim = parts.shape[1:]
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     def combine_parts(parts_ref: Any, lses_ref: Any, pairs_ref: Any, scale_ref: Any, *rest: Any) -> None:
         sinks_ref, (out, o_smem, lse_smem, out_smem, full) = (rest[0], rest[1:]) if has_sinks else (None, rest)
         pair = lax.axis_index("pair")
+        first_head = lax.rem(pair, jnp.int32(num_kv_heads)) * stride
         first, count = pairs_ref[pair, 0], pairs_ref[pair, 1]
         own_rows = pl.ds(0, num_rows)
+        nothing = plgpu.layout_cast(jnp.full((ROWS, head_dim), 0, jnp.float32), plgpu.Layout.WGMMA)
 
         def add(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             plgpu.copy_gmem_to_smem(parts_ref.at[first + step], o_smem.at[own_rows], full)
@@ -63,37 +71,46 @@ def combine(
             plgpu.commit_smem()
             return add_part(carry, part, lse)
 
+        def give(values: Array) -> None:
+            store_untiled(out_smem, values)
+            plgpu.commit_smem()
+            for begin in begins:
+
+                @pl.when(lax.rem(first_head, jnp.int32(num_rows)) == begin)
+                def _(begin: int = begin) -> None:
+                    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(begin, heads_per_kv_head)], out.at[pair])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(count == 0)
+        def _() -> None:
+            give(nothing)
+
         @pl.when(count > 0)
         def _() -> None:
             if sinks_ref is None:
                 peak = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), row_layout)
                 total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), row_layout)
             else:
-                kv_head = lax.rem(pair, jnp.int32(num_kv_heads))
-                plgpu.copy_gmem_to_smem(sinks_ref.at[kv_head], lse_smem.at[own_rows], full)
+                plgpu.copy_gmem_to_smem(sinks_ref.at[lax.div(first_head, jnp.int32(num_rows))], lse_smem.at[own_rows], full)
                 plgpu.barrier_arrive(full)  # the barrier expects two copies
                 plgpu.barrier_wait(full)
                 peak = plgpu.layout_cast(lse_smem[...], row_layout)
                 plgpu.commit_smem()
                 total = plgpu.layout_cast(jnp.full((ROWS,), 1, jnp.float32), row_layout)
-            start = (plgpu.layout_cast(jnp.full((ROWS, head_dim), 0, jnp.float32), plgpu.Layout.WGMMA), peak, total)
-            values, _, total = lax.fori_loop(0, count, add, start)
-            values = values * lax.broadcast_in_dim(scale_ref[0] / total, values.shape, [0])
-            out_smem[...] = values.astype(out_smem.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[own_rows], out.at[pair])
-            plgpu.wait_smem_to_gmem(0)
+            values, _, total = lax.fori_loop(0, count, add, (nothing, peak, total))
+            give(values * lax.broadcast_in_dim(scale_ref[0] / total, values.shape, [0]))
 
     num_pairs = pairs.shape[0]
     run = plgpu.kernel(
         combine_parts,
-        out_type=jax.ShapeDtypeStruct((num_pairs, num_rows, head_dim), dtype),
+        out_type=jax.ShapeDtypeStruct((num_pairs, heads_per_kv_head, head_dim), dtype),
         grid=(num_pairs,),
         grid_names=("pair",),
         scratch_types=[
             tile((ROWS, head_dim), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
-            tile((ROWS, head_dim), dtype),
+            plgpu.SMEM((ROWS, head_dim), dtype),
             plgpu.Barrier(num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),

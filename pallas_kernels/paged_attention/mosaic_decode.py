@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mosaic_tiles import LOG2E, NOTHING, ROWS, SMEM_BYTES, column_slices, tile
-from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS, SEQ, DecodeWork, segment_of, share_out
+from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS, SEQ, DecodeWork, by_row_of_q, segment_of, share_out
 from pallas_kernels.paged_attention.mosaic_combine import combine
 
 KV_BYTES = 128 * 1024
@@ -32,11 +32,14 @@ class DecodeShape(NamedTuple):
     Attributes:
         page_dtype: of the pool; FP8 pages are widened to float16 before they are multiplied.
         unit: tokens that one copy fetches: a page, or 64 tokens of a larger one.
-        rows: query heads of one KV head, rounded up to 8.
+        rows: of a tile that are fetched and written: query heads of one KV head, rounded up to 8.
+        stride: query heads from one KV head to the next, a divisor of `rows`; where it is less than that, a tile holds the query heads of
+            several KV heads, of which only its own count.
     """
 
     num_kv_heads: int
     rows: int
+    stride: int
     head_dim: int
     unit: int
     units_per_page: int
@@ -64,6 +67,14 @@ def in_flight_bytes(head_dim: int, q_dtype: Any, page_dtype: Any) -> int:
     return num_stages(head_dim, q_dtype, page_dtype) * 2 * BLOCK_TOKENS * head_dim * jnp.dtype(page_dtype).itemsize
 
 
+def can_share_tiles(num_heads: int, heads_per_kv_head: int, head_dim: int) -> bool:
+    """Whether tiles of queries can be cut out of q as it is, though a tile is the heads of several KV heads.
+
+    Tiles then begin at multiples of 8 heads, and a KV head's results at multiples of 128 bytes in shared memory, as bulk copies want it.
+    """
+    return num_heads % 8 == 0 and 8 % heads_per_kv_head == 0 and heads_per_kv_head * head_dim % 64 == 0
+
+
 class _Rings(NamedTuple):
     """Shared memory of a CTA and the barriers that hand it to and fro."""
 
@@ -84,6 +95,7 @@ def _produce(shape: DecodeShape, drains: bool, q: Any, pools: Any, tables: Any, 
     cta = lax.axis_index("cta")
     units_per_block = BLOCK_TOKENS // shape.unit
     units_per_page = jnp.int32(shape.units_per_page)
+    tiles_per_row = shape.num_kv_heads * shape.stride // shape.rows
     pool_row = first_row[0]
 
     def fetch_segment(index: Array, done: Array) -> Array:
@@ -93,7 +105,8 @@ def _produce(shape: DecodeShape, drains: bool, q: Any, pools: Any, tables: Any, 
         def _() -> None:
             plgpu.barrier_wait(rings.q_free)
 
-        plgpu.copy_gmem_to_smem(q.at[own.pair], rings.q.at[pl.ds(0, shape.rows)], rings.q_full)
+        q_tile = own.q_row * tiles_per_row + lax.div(own.kv_head * shape.stride, jnp.int32(shape.rows))
+        plgpu.copy_gmem_to_smem(q.at[q_tile], rings.q.at[pl.ds(0, shape.rows)], rings.q_full)
 
         def fetch_block(step: Array, _: None) -> None:
             block, count = own.first_block + step, done + step
@@ -252,7 +265,7 @@ def attend_parts(
 ) -> tuple[Float[Array, "blocks heads head_dim"], Float[Array, "blocks 64"]]:
     """The persistent kernel: normalized partial results and the base-2 logarithms of their weights."""
     is_interpreted = interpret is not None
-    num_parts = q.shape[0] + shape.num_ctas
+    num_parts = work.seqs.shape[0] * shape.num_kv_heads + shape.num_ctas
     units_per_block = BLOCK_TOKENS // shape.unit
 
     def paged_decode(q_ref: Any, k_ref: Any, v_ref: Any, tables: Any, seqs: Any, ctas: Any, row: Any, scale_ref: Any, *refs: Any) -> None:
@@ -326,9 +339,11 @@ def decode(
     num_layers, num_pages, num_kv_heads, page_size, _ = k_pages.shape
     heads_per_kv_head = num_heads // num_kv_heads
     unit = min(page_size, BLOCK_TOKENS)
+    rows = -(-heads_per_kv_head // 8) * 8
     shape = DecodeShape(
         num_kv_heads=num_kv_heads,
-        rows=-(-heads_per_kv_head // 8) * 8,
+        rows=rows,
+        stride=heads_per_kv_head if can_share_tiles(num_heads, heads_per_kv_head, head_dim) else rows,
         head_dim=head_dim,
         unit=unit,
         units_per_page=page_size // unit,
@@ -346,21 +361,30 @@ def decode(
     # step's command buffer.
     page_tables = jnp.maximum(page_tables.reshape(num_groups * num_seqs, max_pages), 0)
 
-    def padded(x: Array) -> Array:  # [.., num_heads, ..] -> [.., num_kv_heads, rows, ..]
-        return jnp.pad(x, ((0, 0), (0, shape.rows - heads_per_kv_head), *((0, 0) for _ in x.shape[2:])))
+    def in_tiles(x: Array, *others: int) -> Array:  # all heads of all rows -> [tiles, rows, *others]
+        by_kv_head = x.reshape(-1, heads_per_kv_head, *others)
+        padded = jnp.pad(by_kv_head, ((0, 0), (0, max(shape.stride - heads_per_kv_head, 0)), *((0, 0) for _ in others)))
+        return padded.reshape(-1, rows, *others)
 
-    # A sequence that is not to be done here has a row beyond all: it gets zeros, and gives nothing.
-    queries = q.at[work.rows].get(mode="fill", fill_value=0).reshape(-1, heads_per_kv_head, head_dim)
-    if shape.is_widened:
-        queries = queries.astype(jnp.float16)
+    queries = in_tiles(q.astype(jnp.float16) if shape.is_widened else q, head_dim)
     units = (num_layers * num_pages * num_kv_heads * shape.units_per_page, unit, head_dim)
     first_row = (layer * (num_pages * num_kv_heads * shape.units_per_page)).reshape(1)
     qk_scale = jnp.asarray(qk_scale * (LOG2E if soft_cap is None else 1 / soft_cap), jnp.float32).reshape(1)
     parts, lses = attend_parts(
-        shape, padded(queries), k_pages.reshape(units), v_pages.reshape(units), page_tables, work, first_row, qk_scale, interpret
+        shape, queries, k_pages.reshape(units), v_pages.reshape(units), page_tables, work, first_row, qk_scale, interpret
     )
-    base2_sinks = None if sinks is None else padded(sinks.astype(jnp.float32).reshape(num_kv_heads, heads_per_kv_head) * LOG2E)
-    out_scale = jnp.asarray(v_scale, jnp.float32).reshape(1)
-    values = combine(parts, lses, work.pairs, out_scale, base2_sinks, num_kv_heads=num_kv_heads, dtype=q.dtype, interpret=interpret)
-    values = values[:, :heads_per_kv_head].reshape(-1, num_heads, head_dim)
-    return jnp.zeros_like(q).at[work.rows].set(values, mode="drop")
+    # Where rows of q are few, those of other sequences are combined too, from no parts, to 0; else that would cost more than a scatter.
+    has_few_rows = num_tokens <= num_seqs
+    values = combine(
+        parts,
+        lses,
+        by_row_of_q(work, num_tokens) if has_few_rows else work.pairs,
+        jnp.asarray(v_scale, jnp.float32).reshape(1),
+        None if sinks is None else in_tiles(sinks.astype(jnp.float32) * LOG2E),
+        num_kv_heads=num_kv_heads,
+        heads_per_kv_head=heads_per_kv_head,
+        stride=shape.stride,
+        dtype=q.dtype,
+        interpret=interpret,
+    ).reshape(-1, num_heads, head_dim)
+    return values if has_few_rows else jnp.zeros_like(q).at[work.rows].set(values, mode="drop")

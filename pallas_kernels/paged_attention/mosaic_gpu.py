@@ -6,15 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.gpu_target import gpu_target, hopper_refusals
+from pallas_kernels.gpu_target import HOPPER_MULTIPROCESSORS, gpu_target, hopper_refusals
 from pallas_kernels.mosaic_tiles import ROWS, has_tiling
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.decode_work import BLOCK_TOKENS
 from pallas_kernels.paged_attention.mosaic_decode import decode
 from pallas_kernels.paged_attention.mosaic_prefill import MAX_WIDENED_HEAD_DIM, prefill
-
-HOPPER_MULTIPROCESSORS = 132
-"""Of an H100 SXM or an H200: what is assumed where no device can be asked."""
 
 MAX_HEAD_DIM = 256
 

@@ -9,13 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.mosaic_tiles import HAS_UNTILED, NOTHING, store_untiled
+from pallas_kernels.mosaic_tiles import NOTHING, store_untiled
 from pallas_kernels.paged_attention.mosaic_combine import add_part
 from pallas_kernels.paged_attention.sm80_decode import MMA_ROWS
 
 
 def _load(rows: Any) -> Any:
-    return plgpu.load(rows, optimized=False) if HAS_UNTILED else rows[...]
+    return plgpu.load(rows, optimized=False)
 
 
 def combine(

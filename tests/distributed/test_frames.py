@@ -69,6 +69,7 @@ def test_any_bit_that_is_turned_is_seen() -> None:
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
         b"\0" * 64,
     ],
+    ids=["left out", "turned around", "another key", "http", "zeros"],
 )
 def test_what_is_no_frame_is_refused(ends: Ends, content: bytes) -> None:
     _, right, one, _ = ends

@@ -41,7 +41,7 @@ class Pair:
     """Process 0 and process 1."""
 
     def __init__(self, folder: Path, model: Path, programs: Path) -> None:
-        ports = free_ports()
+        self.ports = ports = free_ports()
         self.admin_port = free_ports()[0]
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
         flags += [f"--model={model}", "--dtype=float32", "--tensor-parallel-size=8", "--cache.memory=1MiB", "--served-model-name=tiny"]
@@ -109,8 +109,8 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return Path(request.config.cache.mkdir("programs-of-processes"))
 
 
-def of_one_device(model: Path) -> list[list[int]]:
-    """The same requests, in one process on one device."""
+def of_one_device(model: Path) -> tuple[list[list[int]], list[float]]:
+    """The ids of the same requests, in one process on one device, and the embedding of the first prompt."""
     asked = []
     for wishes in WISHES:
         given = {**wishes, "logit_bias": {int(name): bias for name, bias in wishes.get("logit_bias", {}).items()} or None}
@@ -118,14 +118,20 @@ def of_one_device(model: Path) -> list[list[int]]:
     with LLM(str(model), dtype="float32", cache={"memory": MIB}, compilation={"token_buckets": (16,)}, sinks=[], **SIZES) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = [output for params in asked for output in llm.generate(prompts, params, use_tqdm=False)]  # type: ignore[arg-type]
-    return [list(output.outputs[0].token_ids) for output in outputs]
+        (vector,) = llm.embed(prompts[0])  # type: ignore[arg-type]
+    return [list(output.outputs[0].token_ids) for output in outputs], vector.outputs.embedding
 
 
 @SYSTEM
 def test_ids_are_those_of_one_device_and_both_end_in_order(tmp_path: Path, model: Path, programs: Path) -> None:
-    expected = of_one_device(model)
+    expected, vector = of_one_device(model)
     with pair(tmp_path, model, programs) as made:
         assert [made.complete(prompt, **wishes) for wishes in WISHES for prompt in PROMPTS] == expected
+        embedded = made.leader.ask("POST", "/v1/embeddings", msgspec.json.encode({"input": PROMPTS[0]}))
+        assert embedded.json["data"][0]["embedding"] == pytest.approx(vector, abs=1e-4)
+        listening, _ = made.leader.sockets()
+        assert listening >= {made.leader.port, made.admin_port, made.ports[0]}
+        assert made.ports[1] not in listening, "nobody else is waited for"
         for level in (1, 2):
             made.operate(f"/sleep?level={level}")
             made.operate("/wake_up")

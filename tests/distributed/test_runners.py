@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from jaxpaged.batch import BatchLayout
+from jaxpaged.build import _check_company_mesh
 from jaxpaged.distributed.frames import Kind
 from jaxpaged.distributed.runners import MAX_IN_FLIGHT, LeadingRunner, replay
-from jaxpaged.errors import StreamError
+from jaxpaged.errors import ConfigError, StreamError
 from jaxpaged.kv_groups import KVGroup
 from jaxpaged.model_runner import Runner
+from jaxpaged.parallel.mesh_config import MeshShape
 from jaxpaged.settings import StepLimits
 from jaxpaged.slot_rows import SlotRow
 from tests.distributed.company import pair
@@ -121,6 +123,21 @@ def test_calls_of_another_size_are_refused(kind: Kind, payload: bytes) -> None:
         with pytest.raises(StreamError, match="of another size than any here"):
             replay(recorder, follower)
     assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sentence"),
+    [
+        (MeshShape(data=2, tensor=4), "the mesh axis data is 2, and copies of a model are served by one process, not by 2"),
+        (MeshShape(tensor=4), "the mesh has 4 devices and the 2 processes have 8: it must have them all"),
+        (MeshShape(expert=2, tensor=2), "the mesh has 4 devices"),
+    ],
+)
+def test_a_mesh_that_leaves_somebody_out_is_refused(mesh: MeshShape, sentence: str) -> None:
+    with pair() as (_, leader, *_rest):
+        _check_company_mesh(MeshShape(tensor=8), leader, 8)
+        with pytest.raises(ConfigError, match=sentence):
+            _check_company_mesh(mesh, leader, 8)
 
 
 def test_no_call_is_made_once_another_process_is_gone() -> None:

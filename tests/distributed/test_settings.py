@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.config import DistributedConfig
+from jaxpaged import cli
+from jaxpaged.config import Config, DistributedConfig
 from jaxpaged.distributed.launchers import first_node
 from jaxpaged.distributed.settings import Processes, read_processes
 from jaxpaged.errors import ConfigError
+from jaxpaged.start import start_engine
 
 SECRET = "0123456789abcdef"
 LWS = {"LWS_LEADER_ADDRESS": "llm-0.llm.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}
@@ -132,3 +134,15 @@ def test_the_secrets_file(tmp_path: Path) -> None:
     path.write_bytes(os.urandom(5000))
     with pytest.raises(ConfigError, match="over 4096 bytes"):
         read(**WHOLE, secret=None, secret_file=str(path))
+
+
+def test_serve_says_what_is_missing_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (*LWS, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["serve", "--port", "0", "--distributed.num-processes", "2"]) == 2
+    assert "several processes need distributed.coordinator and distributed.process_id, too" in capsys.readouterr().err
+
+
+def test_other_programs_are_one_process() -> None:
+    with pytest.raises(ConfigError, match=r"distributed\.num_processes 2: several processes are started with `jaxpaged serve` alone"):
+        start_engine(Config(distributed=DistributedConfig(num_processes=2)), [])

@@ -1,5 +1,7 @@
 """What the engine's tests share: one start of the real model, one of a tiny one, and the folder of their compiled programs."""
 
+import contextlib
+import fcntl
 import gc
 import signal
 import time
@@ -48,6 +50,14 @@ def programs(request: pytest.FixtureRequest) -> Path:
     return Path(cache.mkdir("programs"))
 
 
+@contextlib.contextmanager
+def compiling(programs: Path) -> Iterator[None]:
+    """Of test processes that want the same programs, one compiles them, with all processors, and the others find them."""
+    with programs.with_name("programs.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
 def real_llm(smollm2_path: Path, programs: Path) -> Iterator[LLM]:
     """SmolLM2 in float32: 272 usable pages of 16 tokens, contexts up to 512, steps of up to 128 tokens and 32 rows."""
@@ -58,7 +68,9 @@ def real_llm(smollm2_path: Path, programs: Path) -> Iterator[LLM]:
         compilation=CompilationConfig(token_buckets=REAL_BUCKETS, cache_dir=str(programs), max_parallel=2),
         log=LogConfig(level="error"),
     )
-    with LLM(config=config, sinks=[]) as llm:
+    with compiling(programs):
+        started = LLM(config=config, sinks=[])
+    with started as llm:
         yield llm
 
 
@@ -113,7 +125,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tiny_folder: Path, programs: Path) -> Iterator[Started]:
     """The tiny Llama: 127 usable pages of 16 tokens, steps of up to 64 tokens and 8 rows."""
-    started = start_tiny(tiny_folder, programs=programs)
+    with compiling(programs):
+        started = start_tiny(tiny_folder, programs=programs)
     yield started
     started.engine.close()
 

@@ -182,17 +182,26 @@ def test_mapped_weights_sleep_and_wake_up(loads: Loads, tmp_path: Path, level: i
 SECOND_STARTS = """
 import json, sys
 from pathlib import Path
+import jax
+from jaxpaged.programs import COMPILE_EVENT
 from tests.tiny_engine import start_tiny
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+counts = []
 for path in sys.argv[2:]:
     started = start_tiny(Path(path), programs=Path(sys.argv[1]), token_buckets=(16,), max_num_batched_tokens=16)
     started.engine.close()
-print(json.dumps(sorted(sys.modules)))
+    counts.append(compiled.count(COMPILE_EVENT))
+print(json.dumps({"modules": sorted(sys.modules), "num_compiled": counts}))
 """
 ONLY_FOR_FIRST_STARTS = {"transformers", "gguf", "orbax", "flax", "optax", "treescope", "huggingface_hub", "safetensors", "torch"}
 
 
 def test_a_second_start_imports_nothing_that_only_loads_converts_or_traces(loads: Loads, tmp_path: Path) -> None:
-    """As a process of its own sees it, which starts a folder and a GGUF file that were started before."""
+    """As a process of its own sees it, which starts a folder and a GGUF file that were started before.
+
+    Nor does it compile, or fetch, more than the buckets' programs and the one that writes a slot.
+    """
     loads.start()
     tiny_folder, loads.folder = loads.folder, tmp_path / "tiny.gguf"
     write_tiny_gguf(loads.folder)
@@ -205,6 +214,8 @@ def test_a_second_start_imports_nothing_that_only_loads_converts_or_traces(loads
         timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    modules = set(json.loads(done.stdout.splitlines()[-1]))
+    told = json.loads(done.stdout.splitlines()[-1])
+    modules = set(told["modules"])
     assert "jax" in modules
     assert modules & ONLY_FOR_FIRST_STARTS == set()
+    assert told["num_compiled"] == [2, 4]

@@ -52,6 +52,8 @@ def test_the_assembler_is_understood(script: ModuleType) -> None:
         script.Report("paged_decode", 232, 0, 1000, 1, 1),
         script.Report("combine_parts", 111, 12, 2000, 1, 1),
     ]
+    (of_integers,) = script.parse(TEXT.split("ptxas info    : Compiling entry function 'combine")[0].replace("HGMMA", "IGMMA"), shared)
+    assert of_integers.matrix_ops == 1
     with pytest.raises(ValueError, match="reports no kernel, of paged_decode, combine_parts"):
         script.parse("", shared)
 
@@ -65,8 +67,8 @@ def test_each_thing_beyond_a_budget_is_named(script: ModuleType) -> None:
         "240 registers, budget 232",
         "8 spilled_bytes, budget 0",
         "232449 shared_bytes, budget 232448",
-        "1000 bytes of keys and values in flight, at least 65536 wanted",
-        "no HGMMA instruction",
+        "1000 bytes in flight, at least 65536 wanted",
+        "no HGMMA or IGMMA instruction",
         "no UTMALDG instruction",
     ]
 

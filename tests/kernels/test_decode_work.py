@@ -11,9 +11,11 @@ from pallas_kernels.paged_attention.decode_work import (
     FIRST_SEEN,
     KV_LEN,
     NUM_BLOCKS,
+    ROW,
     SEQ,
     START,
     DecodeWork,
+    by_row_of_q,
     share_out,
 )
 
@@ -80,10 +82,16 @@ def test_every_block_is_walked_once_and_parts_of_a_pair_lie_side_by_side(seed: i
             parts += [place] if place not in parts else []
     assert sum(map(len, places.values())) == len({place for parts in places.values() for place in parts})
     for index, (seq, *_) in enumerate(work.seqs):
-        assert work.rows[index] == (cu_q_lens[seq] if q_lens[seq] == 1 else NUM_TOKENS)
+        assert work.seqs[index][ROW] == (cu_q_lens[seq] if q_lens[seq] == 1 else NUM_TOKENS)
         for kv_head in range(num_kv_heads):
             first, count = work.pairs[index * num_kv_heads + kv_head]
             assert list(range(first, first + count)) == places.get((seq, kv_head), [])
+    by_row = np.asarray(by_row_of_q(jax.tree.map(jnp.asarray, work), NUM_TOKENS)).reshape(NUM_TOKENS, num_kv_heads, 2)
+    owners = {int(cu_q_lens[seq]): seq for seq in np.flatnonzero(np.array(q_lens) == 1)}
+    for row in range(NUM_TOKENS):
+        for kv_head in range(num_kv_heads):
+            first, count = by_row[row, kv_head]
+            assert list(range(first, first + count)) == places.get((owners.get(row, -1), kv_head), [])
 
 
 def test_the_heaviest_cta_has_a_tenth_more_than_the_mean_at_most() -> None:

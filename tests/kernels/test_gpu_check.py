@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,17 @@ def test_every_part_runs_without_a_gpu() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == {}
     parts = {row["part"] for row in summary["rows"]}
-    assert parts == {"copy", "matmul", "numerics kv_write", "numerics attention", "decode", "prefill", "triton", "engine"}
+    assert {part for part in parts if not part.startswith("numerics")} == {
+        "copy",
+        "matmul",
+        "decode",
+        "prefill",
+        "triton",
+        "torch",
+        "engine",
+    }
+    ops = {"kv_write", "attention", "quantized_matmul", "grouped_matmul"}
+    assert {part for part in parts if part.startswith("numerics")} == {f"numerics {op}" for op in ops}
     assert all(row["value"] < 0.05 for row in summary["rows"] if row["unit"] == "difference")
 
 
@@ -64,6 +75,28 @@ def test_numbers_that_are_missing_on_one_side_are_no_small_difference() -> None:
     one, other = np.array([1.0, np.nan]), np.array([1.5, np.nan])
     assert script.largest_difference(np.asarray, (one,), (other,)) == 0.5
     assert script.largest_difference(np.asarray, (one,), (np.array([1.0, 2.0]),)) == float("inf")
+
+
+def test_torch_is_compared_with_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    script: Any = load_script("gpu_check")
+    card = script.Card(True, 0.0, copy_bytes_per_s=1e9)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert [row.case for row in script.torch_attention(card)] == ["torch is not there"]
+
+    asked: list[Any] = []
+
+    def attend(q: Any, k: Any, v: Any, *, enable_gqa: bool) -> Any:
+        asked.append((q.shape, k.shape, v.shape, enable_gqa))
+        return q
+
+    functional = SimpleNamespace(scaled_dot_product_attention=attend)
+    fake = SimpleNamespace(bfloat16="bfloat16", nn=SimpleNamespace(functional=functional))
+    fake.randn = lambda *shape, dtype, device: SimpleNamespace(shape=shape)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    (row,) = script.torch_attention(card)
+    assert row.case == "SDPA batch 2 context 16 dim 64"
+    assert row.share == row.value / 1e9
+    assert set(asked) == {((2, 32, 1, 64), (2, 8, 16, 64), (2, 8, 16, 64), True)}
 
 
 def needed_by(*names: str) -> set[str]:

@@ -36,7 +36,7 @@ OTHER_CASES = [case for case in GPU_CASES if "gpu_first" not in case.tags] + [BY
 FIRST_RUNS = [pytest.param(case, "bfloat16", id=case.name) for case in GPU_CASES if "gpu_first" in case.tags]
 OTHER_RUNS = [
     *(pytest.param(case, "bfloat16", id=case.name) for case in OTHER_CASES),
-    *(pytest.param(BY_NAME[f"gpu_{kind}"], "float16", id=f"gpu_{kind}-float16") for kind in ("int8", "int4", "fp8")),
+    *(pytest.param(BY_NAME[f"gpu_{kind}"], "float16", id=f"gpu_{kind}-float16") for kind in ("int4", "fp8")),
     pytest.param(BY_NAME["gpu_int8"], "float32", id="gpu_int8-float32"),
 ]
 

@@ -1,6 +1,7 @@
 """The default model's real file: values, and the time and memory that loading takes."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -120,3 +121,36 @@ def test_loading_takes_six_seconds_and_little_more_memory_than_the_weights(smoll
     assert result["seconds"] < 6
     assert result["peak_bytes"] < result["weights_bytes"] + 256 * MIB
     assert result["imported"] == []
+
+
+WHOLE_LOAD = """
+import json, sys
+from pathlib import Path
+from jaxpaged.config import ModelConfig
+from jaxpaged.loading.sources import resolve
+from jaxpaged.model_source import ModelSource
+config = ModelConfig(model=sys.argv[1], dtype="float32", quantization=sys.argv[2] or None)
+source = ModelSource(resolve(config), config, is_gpu=False, num_threads=2)
+source.read_ahead()
+model = source.load()
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+converted = "jaxpaged.loading.fill" in sys.modules and "gguf" in sys.modules
+print(json.dumps({"peak_bytes": int(status["VmHWM"].split()[0]) * 1024, "weight_bytes": model.weight_bytes, "converted": converted}))
+"""
+
+
+@pytest.mark.tier("system")
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_peak_memory_of_a_whole_load_and_of_one_that_maps_the_weights(smollm2_path: Path, tmp_path: Path, quantization: str) -> None:
+    """From the start of the process, JAX and all: under 1.0 GB and the weights as kept."""
+    environment = {**os.environ, "JAXPAGED_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", WHOLE_LOAD, str(smollm2_path), quantization]
+    results = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=250, env=environment
+        )
+        results.append(json.loads(done.stdout))
+    assert [result["converted"] for result in results] == [True, False]
+    for result in results:
+        assert result["peak_bytes"] < 10**9 + result["weight_bytes"]

@@ -158,12 +158,17 @@ class PagedModel:
         elif layout in self._sharded:
             run = self._sharded[layout]
         else:
-            run = self._sharded[layout] = sharded_program(self.loaded, layout)
+            run = self._sharded[layout] = sharded_program(self.loaded, layout).lower(self.loaded.params, self.cache, blob).compile()
         logits, self.cache = run(self.loaded.params, self.cache, blob)
         ends = np.cumsum([count for _, count in rows])
         for sequence, count in rows:
             sequence.num_computed_tokens += count
         return np.split(np.asarray(logits), ends)[: len(rows)]
+
+    @property
+    def compiled(self) -> list[str]:
+        """The programs over several devices, in XLA's words."""
+        return [program.as_text() for program in self._sharded.values()]
 
     def layout(self, bucket: int) -> BatchLayout:
         """The program's."""

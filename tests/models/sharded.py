@@ -55,6 +55,7 @@ class Compared(NamedTuple):
         ties: those where the two likeliest are as good as equal.
         share: bytes of the weights on each device, over those of the whole model.
         pool_share: likewise of the page pool.
+        collectives: of each compiled program.
     """
 
     difference: float
@@ -63,6 +64,7 @@ class Compared(NamedTuple):
     ties: int
     share: float
     pool_share: float
+    collectives: list[list[dict[str, str]]]
 
 
 def token_ids(vocab: int) -> list[int]:
@@ -70,11 +72,12 @@ def token_ids(vocab: int) -> list[int]:
 
 
 class Fed(NamedTuple):
-    """A model and what it makes of `token_ids`."""
+    """A model, what it makes of `token_ids`, and its programs over several devices."""
 
     loaded: LoadedModel
     logits: np.ndarray
     pool: jax.Array
+    compiled: list[str]
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Fed":
@@ -84,7 +87,7 @@ class Fed(NamedTuple):
         sequence, other = model.start(ids), model.start(ids[7:])
         parts = [model.feed([(sequence, count)], BUCKET)[0] for count in (16, 16, NUM_CHUNKED - 32)]
         parts += [model.feed([(other, 3), (sequence, 1)], BUCKET)[1] for _ in range(NUM_ALONE)]
-        return cls(loaded, np.concatenate(parts), model.cache.k)
+        return cls(loaded, np.concatenate(parts), model.cache.k, model.compiled)
 
 
 def compare(logits: np.ndarray, own: Fed) -> Compared:
@@ -99,6 +102,7 @@ def compare(logits: np.ndarray, own: Fed) -> Compared:
         int(is_tie.sum()),
         sum(leaf.addressable_shards[0].data.nbytes for leaf in own.loaded.params) / whole_bytes,
         own.pool.addressable_shards[-1].data.nbytes / own.pool.nbytes,
+        [collectives(text) for text in own.compiled],
     )
 
 
@@ -142,7 +146,7 @@ def against_golden(folder: Path, case: Case, **axes: int) -> Compared:
     sharded = load_described(folder, describe(folder), MeshShape(**axes))
     model = PagedModel(sharded, context=len(case.token_ids), gives_back=False)
     own = model.feed_all(model.start(case.token_ids), 128, 128)[list(case.positions)]
-    return compare(golden_logits(case), Fed(sharded, own, model.cache.k))
+    return compare(golden_logits(case), Fed(sharded, own, model.cache.k, model.compiled))
 
 
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 29}
@@ -280,7 +284,7 @@ def collectives(hlo: str) -> list[dict[str, str]]:
     for line in hlo.splitlines():
         if head := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
             computation = head.group(1)
-        pattern = r" = (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+        pattern = r" = (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
         if operation := re.search(pattern, line):
             place = "body" if computation in bodies else "branch" if computation in branches else "step"
             shape = re.sub(r"\{.*", "", operation.group(1))

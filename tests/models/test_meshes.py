@@ -92,6 +92,27 @@ def test_each_device_holds_its_share(gate: dict[str, Any], name: str) -> None:
     assert 1 / sizes["tensor"] <= gate[name]["share"] < 1 / sizes["tensor"] + 0.08
 
 
+def check_collectives(results: dict[str, Any]) -> None:
+    """Two sums a layer, the second of a mixture over both axes; one behind the embedding; one all-gather of logits.
+
+    OLMo 2 norms rows: two sums more, which XLA makes one of where both go over the same devices.
+    """
+    for name, result in results.items():
+        for found in result.get("collectives", []) if "num_ids" in result else []:
+            counts = Counter((one["kind"], one["place"]) for one in found)
+            sizes = sizes_of(name)
+            is_cut = sizes.get("tensor", 2 if name.startswith("family") else 1) > 1
+            is_dealt = sizes.get("expert", 1) > 1
+            in_layer = ((3, 4) if "olmo2" in name else (2,)) if is_cut else (int(is_dealt),)
+            assert counts.pop(("all-reduce", "body"), 0) in in_layer, name
+            assert counts == ({("all-reduce", "step"): 1, ("all-gather", "step"): 1} if is_cut else {}), name
+
+
+def test_every_family_talks_as_little_as_it_can(gate: dict[str, Any]) -> None:
+    assert sum(len(result.get("collectives", [])) for name, result in gate.items() if not name.startswith("engine")) >= 12
+    check_collectives(gate)
+
+
 def test_experts_are_dealt_out(gate: dict[str, Any]) -> None:
     assert gate["qwen2moe expert2"]["share"] < 0.8
     assert gate["qwen2moe tensor2 expert4"]["share"] < 0.4
@@ -140,6 +161,7 @@ def test_the_devices_talk_as_little_as_they_can(gate: dict[str, Any]) -> None:
 @LONG
 def test_the_full_matrix(long: dict[str, Any]) -> None:
     assert check_compared(long) >= 80
+    check_collectives(long)
 
 
 @LONG

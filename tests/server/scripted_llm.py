@@ -70,7 +70,7 @@ def slow_runner(seconds: float) -> Callable[[Config], Runner]:
 def scripted_engines(make_runner: Callable[[Config], Runner] = script_runner) -> Iterator[None]:
     """Inside, every `AsyncLLM` that is made runs on such a device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_llm, "start_engine", lambda config, sinks: start_scripted(config, sinks, make_runner=make_runner))
+        patch.setattr(async_llm, "start_engine", lambda config, sinks, leader=None: start_scripted(config, sinks, make_runner=make_runner))
         yield
 
 

@@ -156,13 +156,22 @@ class ServedProcess:
         for client in self._clients:
             client.close()
         self._clients.clear()
-        if self.process.poll() is not None or self._is_signalled or not self.port or self.ask("GET", "/health").status != 200:
+        if self.is_shut or self.ask("GET", "/health").status != 200:
             return
+        self.count.check(self.ends())
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether it is gone, was told to go, or nobody has asked where it is."""
+        return self.process.poll() is not None or self._is_signalled or not self.port
+
+    def ends(self) -> dict[str, float]:
+        """How the requests that asked the model for something have ended, when all have."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while any(self._figures("jaxpaged_num_requests_").values()):
             assert time.monotonic() < deadline_s, "requests are left"
             time.sleep(0.6)  # figures are made at most twice a second
-        self.count.check({name.partition('"')[2].rstrip('"}'): value for name, value in self._figures("jaxpaged_http_ends_total").items()})
+        return {name.partition('"')[2].rstrip('"}'): value for name, value in self._figures("jaxpaged_http_ends_total").items()}
 
     def _figures(self, prefix: str) -> dict[str, float]:
         lines = self.ask("GET", "/metrics").body.decode().splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.door_server import Answer, Connection, request_bytes
+from tests.server.door_server import Answer, ClientCounts, Connection, request_bytes
 from tests.server.served_process import ServedProcess, completion, served_process
 from tests.server.test_processes import free_port
 
@@ -26,10 +26,23 @@ class Proxied:
 
     def __init__(self, port: int, servers: list[ServedProcess]) -> None:
         self.port, self.servers = port, servers
+        self.count = ClientCounts()
+
+    def connect(self) -> Connection:
+        """A connection to the proxy."""
+        return Connection(self.port, count=self.count)
+
+    def check_books(self) -> None:
+        """What clients of the proxy saw is what both servers tell together; of one of them, any part of it."""
+        for server in self.servers:
+            server.count.num_begun += self.count.num_begun
+        if not any(server.is_shut for server in self.servers):
+            one, other = (server.ends() for server in self.servers)
+            self.count.check({end: one[end] + other[end] for end in one})
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
         """Through the proxy."""
-        connection = Connection(self.port)
+        connection = self.connect()
         try:
             return connection.request(method, path, body, **headers)
         finally:
@@ -69,11 +82,13 @@ def proxied(tmp_path: Path) -> Iterator[Proxied]:
                 assert proxy.poll() is None
                 assert time.monotonic() < deadline_s
                 time.sleep(0.02)
-        yield Proxied(port, servers)
+        proxied = Proxied(port, servers)
+        yield proxied
+        proxied.check_books()
 
 
 def test_streams_pass_as_they_come(proxied: Proxied) -> None:
-    connection = Connection(proxied.port)
+    connection = proxied.connect()
     connection.send(request_bytes("POST", "/v1/completions", completion(50, stream=True), x_request_id="mine"))
     began_s = time.monotonic()
     connection.read_until(b"data: ")
