@@ -40,6 +40,7 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "kernels.paged_attention": ("reference", "reference"),
     "kernels.kv_write": ("reference", "reference"),
     "kernels.quantized_matmul": ("xla", "xla"),
+    "kernels.dense_matmul": ("xla", "xla"),
     "kernels.grouped_matmul": ("xla", "xla"),
     "model.quantization": ("none", None),
     "parallel.tensor_parallel_size": ("2", 2),

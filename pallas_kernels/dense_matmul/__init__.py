@@ -39,7 +39,12 @@ OP = Op(
     preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
-_OP_OF_MANY_ROWS = OP._replace(preference={"default": ("xla",)})
+_OP_OF_MANY_ROWS = Op(
+    name="dense_matmul_of_many_rows",
+    implementations={name: OP.implementations[name] for name in ("reference", "xla")},
+    preference={"default": ("xla",)},
+)
+"""A name of its own: who asks for the kernel of few rows gets it in the programs that decode, and those that prefill are left to XLA."""
 
 
 def dense_matmul(
@@ -55,7 +60,7 @@ def dense_matmul(
         x: rows, float32, bfloat16 or float16.
         matrix: weights as checkpoints have them; with a leading layers axis when `layer` is given.
         layer: index into the leading axis of the matrix.
-        implementation: "reference", "xla" or "cpu"; None takes the best for the device and the number of rows.
+        implementation: "reference", "xla" or, up to `cpu.MAX_ROWS` rows, "cpu"; None takes the best for the device and the number of rows.
 
     Returns:
         Float32 sums.

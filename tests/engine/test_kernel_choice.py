@@ -20,18 +20,23 @@ def test_the_start_says_what_it_took_and_why_not_the_others(tiny_folder: Path, p
         start_tiny(tiny_folder, programs=programs, sinks=[log]).engine.close()
         (started,) = log.of(events.EngineStarted)
         # Native kernels are there where a compiler was.
-        attention = "cpu" if native.library().missing is None else "xla"
-        assert (started.attention, started.kernels) == (attention, ("kv_write xla", f"paged_attention {attention}"))
-        reason = "it needs an NVIDIA GPU of compute capability {}, and this program is for another device"
-        (better,) = (
-            words for words in started.kernels_refused if words.startswith(f"paged_attention {'xla' if attention == 'cpu' else 'cpu'}:")
+        best, other = ("cpu", "xla") if native.library().missing is None else ("xla", "cpu")
+        assert started.attention == best
+        assert started.kernels == (
+            f"dense_matmul {best}",
+            "dense_matmul_of_many_rows xla",
+            "kv_write xla",
+            f"paged_attention {best}",
         )
-        assert attention == "xla" or better == "paged_attention xla: cpu goes first"
-        assert tuple(words for words in started.kernels_refused if words != better) == (
+        reason = "it needs an NVIDIA GPU of compute capability {}, and this program is for another device"
+        less_good = [words for words in started.kernels_refused if words.split(":")[0].endswith(f"matmul {other}")]
+        less_good += [words for words in started.kernels_refused if words.startswith(f"paged_attention {other}:")]
+        assert best == "xla" or less_good == ["dense_matmul xla: cpu goes first", "paged_attention xla: cpu goes first"]
+        assert [words for words in started.kernels_refused if words not in less_good] == [
             "kv_write mosaic_gpu: " + reason.format("9.0"),
             "paged_attention mosaic_gpu: " + reason.format("9.0"),
             "paged_attention mosaic_sm80: " + reason.format("8.0, 8.6, 8.7 or 8.9"),
-        )
+        ]
 
 
 def test_an_implementation_that_is_asked_for_runs(tiny_folder: Path, programs: Path) -> None:
@@ -42,12 +47,13 @@ def test_an_implementation_that_is_asked_for_runs(tiny_folder: Path, programs: P
         sinks=[log],
         paged_attention="reference",
         kv_write="reference",
+        dense_matmul="reference",
         token_buckets=(16,),
         max_num_batched_tokens=16,
     )
     started.engine.close()
     (event,) = log.of(events.EngineStarted)
-    assert (event.attention, event.kernels) == ("reference", ("kv_write reference", "paged_attention reference"))
+    assert (event.attention, event.kernels) == ("reference", ("dense_matmul reference", "kv_write reference", "paged_attention reference"))
     assert "paged_attention xla: reference was asked for" in event.kernels_refused
 
 

@@ -59,6 +59,9 @@ def test_many_rows_are_left_to_xla_and_what_cannot_be_done_is_refused() -> None:
         dense_matmul(x[:-1], stacked[1])
         dense_matmul(x, stacked[1])
     assert {choice.implementation for choice in taken} == {"cpu", "xla"}
+    with pytest.raises(UnsupportedKernelError, match="of_many_rows has no implementation 'cpu'"):
+        dense_matmul(x, stacked[1], implementation="cpu")
+    x = x[:-1]
     half = x.astype(jnp.bfloat16)
     with pytest.raises(UnsupportedKernelError, match="rows are bfloat16 and the matrix is float32"):
         dense_matmul(half, stacked[1], implementation="cpu")

@@ -5,12 +5,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from jaxpaged.config import KernelsConfig
-from pallas_kernels import grouped_matmul, kv_write, paged_attention
+from pallas_kernels import dense_matmul, grouped_matmul, kv_write, paged_attention, quantized_matmul
 from pallas_kernels.dispatch import Choice, Implementation, Op, UnsupportedKernelError, choose, selecting
 
 pytestmark = [pytest.mark.jax]
 
-OPS = (paged_attention.OP, kv_write.OP, grouped_matmul.OP)
+OPS = (paged_attention.OP, kv_write.OP, quantized_matmul.OP, dense_matmul.OP, grouped_matmul.OP)
 
 
 def implementation(name: str, *reasons: str) -> Implementation:

@@ -69,13 +69,13 @@ def test_logits_are_those_of_float_modules_with_the_same_numbers(name: str, tmp_
     case, folder = written(name, tmp_path)
     quantized, whole = load(folder, quantization="int8"), load(folder)
     (got,) = logits_of(quantized, [case.token_ids[:100]])
-    exact_matmul = linear.matmul
+    exact_matmul = linear.dense_matmul
 
-    def matmul(x: jnp.ndarray, weight: jnp.ndarray) -> jnp.ndarray:
+    def matmul(x: jnp.ndarray, *weight: jnp.ndarray, **layer: jnp.ndarray) -> jnp.ndarray:
         high, low, scales = quantize_rows(x)
-        return exact_matmul((high * 128.0 + low) * scales[:, None], weight)
+        return exact_matmul((high * 128.0 + low) * scales[:, None], *weight, **layer)
 
-    monkeypatch.setattr(linear, "matmul", matmul)
+    monkeypatch.setattr(linear, "dense_matmul", matmul)
     (expected,) = logits_of(dequantized(quantized, whole), [case.token_ids[:100]])
     # Float32 rounding, and where it tips a number over to its neighbour, a step of 1/16256 of the row's peak and what follows of it.
     error = np.abs(got - expected).max(axis=1) / np.abs(expected).max(axis=1)
