@@ -10,7 +10,6 @@ tiny sizes, Mosaic kernels in the interpreter; its figures mean nothing. Without
 import argparse
 import functools
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -18,60 +17,12 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from gpu_comparators import flex_attention, ragged_dot, torch_attention, transformers, triton
+from gpu_timing import Card, Row, per_call, seconds_of, skipped
 
 ROOT = Path(__file__).parent.parent
-
-
-class Row(NamedTuple):
-    """A line of the table. `share`: of the ceiling that was measured in the same run; None: there is none."""
-
-    part: str
-    case: str
-    value: float
-    unit: str
-    share: float | None = None
-
-
-class Card(NamedTuple):
-    """What is measured on, and against.
-
-    Attributes:
-        is_dry: sizes are tiny, and kernels interpreted.
-        copy_bytes_per_s: measured; 0 where that failed.
-        flops_per_s: of a bfloat16 product, likewise.
-        until_s: monotonic time at which no new case is begun.
-    """
-
-    is_dry: bool
-    until_s: float
-    copy_bytes_per_s: float = 0.0
-    flops_per_s: float = 0.0
-
-    def has_time(self) -> bool:
-        return time.monotonic() < self.until_s
-
-
-def seconds_of(run: Callable[[], Any], rounds: int) -> float:
-    """Median seconds of a call, after one that warms up."""
-    import jax
-
-    jax.block_until_ready(run())
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def per_call(call: Callable[[Any], Any], carry: Any, *, is_dry: bool) -> float:
-    """Seconds of one of many calls in one program, each on the result of the one before: the start of a program does not count."""
-    import jax
-
-    calls = 1 if is_dry else 20
-    program = jax.jit(lambda carry: jax.lax.fori_loop(0, calls, lambda _, carry: call(carry), carry)).lower(carry).compile()
-    return seconds_of(lambda: program(carry), 1 if is_dry else 5) / calls
 
 
 def copy_rate(card: Card) -> Iterator[Row]:
@@ -103,38 +54,48 @@ def interpreted(card: Card) -> dict[str, Any]:
     return {"interpret": plgpu.InterpretGPUParams()} if card.is_dry else {}
 
 
+def able(op: Any, operands: dict[str, Any], options: dict[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """The implementations, beside the reference, that take the operands on this card."""
+    others = [one for name, one in op.implementations.items() if name != "reference"]
+    return [(one.name, one.run) for one in others if not one.refusals(**operands, **options)]
+
+
 def write_numerics(card: Card) -> Iterator[Row]:
-    """`kv_write` against its reference: the largest difference; pools must differ nowhere else."""
+    """Every `kv_write` that runs here against its reference: the largest difference; pools must differ nowhere else."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from pallas_kernels.kv_write import cases, mosaic_gpu, reference
+    from pallas_kernels.kv_write import OP, cases, mosaic_gpu, reference
 
+    interpreter = [("mosaic_gpu", functools.partial(mosaic_gpu.kv_write, **interpreted(card)))]
     for case in [case for case in cases.CASES if "gpu" in case.tags][: 1 if card.is_dry else None]:
         operands = jax.tree.map(jnp.asarray, cases.make(case))
-        got = mosaic_gpu.kv_write(**operands, layer=None, **interpreted(card))
         wanted = reference.kv_write(**operands, layer=None)
-        yield Row("numerics kv_write", case.name, largest_difference(np.asarray, got, wanted), "difference")
+        for name, run in interpreter if card.is_dry else able(OP, operands, {"layer": None}):
+            difference = largest_difference(np.asarray, run(**operands, layer=None), wanted)
+            yield Row("numerics kv_write", f"{name} {case.name}", difference, "difference")
 
 
 def attention_numerics(card: Card) -> Iterator[Row]:
-    """`paged_attention` against its reference in float32."""
+    """Every `paged_attention` that runs here against its reference in float32."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from pallas_kernels.paged_attention import cases, mosaic_gpu, reference
+    from pallas_kernels.paged_attention import OP, cases, mosaic_gpu, reference
 
     places: dict[str, Any] = {"layer": None, "group": None}
     few = [case for case in cases.CASES if ("gpu_first" if card.is_dry else "gpu") in case.tags]
+    interpreter = [("mosaic_gpu", functools.partial(mosaic_gpu.paged_attention, num_ctas=3, **interpreted(card)))]
     for case in few[: 1 if card.is_dry else None]:
-        operands = jax.tree.map(jnp.asarray, cases.make(case))
-        own = {"num_ctas": 3} if card.is_dry else {}
-        got = mosaic_gpu.paged_attention(**operands, **cases.options(case), **places, **own, **interpreted(card))
-        wide = {name: x.astype(jnp.float32) if x.dtype != jnp.int32 else x for name, x in operands.items()}
-        wanted = reference.paged_attention(**{"sinks": None, **wide}, **cases.options(case), **places)
-        yield Row("numerics attention", case.name, largest_difference(np.asarray, (got,), (wanted,)), "difference")
+        operands = {"sinks": None} | jax.tree.map(jnp.asarray, cases.make(case))
+        options = {**cases.options(case), **places}
+        wide = {name: x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float32) for name, x in operands.items()}
+        wanted = reference.paged_attention(**wide, **options)
+        for name, run in interpreter if card.is_dry else able(OP, operands, options):
+            difference = largest_difference(np.asarray, (run(**operands, **options),), (wanted,))
+            yield Row("numerics attention", f"{name} {case.name}", difference, "difference")
 
 
 def matmul_numerics(card: Card) -> Iterator[Row]:
@@ -161,27 +122,6 @@ def matmul_numerics(card: Card) -> Iterator[Row]:
                     got = np.asarray(implementation.run(*operands, **options))[:num_rows]
                     share = largest_difference(np.asarray, (got,), (wanted,)) / max(float(np.abs(wanted).max()), 1e-30)
                     yield Row(f"numerics {op.name}", f"{name} {case.name}", share, "difference")
-
-
-def torch_attention(card: Card) -> Iterator[Row]:
-    """What torch takes for one-token sequences whose keys and values lie side by side, without pages; nothing where there is no torch."""
-    try:
-        import torch
-    except ImportError:
-        return (yield Row("torch", "torch is not there", 0.0, "B/s"))
-    num_seqs, kv_len, head_dim = (2, 16, 64) if card.is_dry else (32, 2048, 128)
-    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu" if card.is_dry else "cuda"}
-    q, kv = torch.randn(num_seqs, 32, 1, head_dim, **like), torch.randn(num_seqs, 8, kv_len, head_dim, **like)
-
-    def attend() -> None:
-        torch.nn.functional.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
-        if not card.is_dry:
-            torch.cuda.synchronize()
-
-    rate = 2 * num_seqs * kv_len * 8 * head_dim * 2 / seconds_of(attend, 9)
-    yield Row(
-        "torch", f"SDPA batch {num_seqs} context {kv_len} dim {head_dim}", rate, "B/s", rate / (card.copy_bytes_per_s or float("inf"))
-    )
 
 
 def largest_difference(as_array: Callable[[Any], Any], got: Any, wanted: Any) -> float:
@@ -232,7 +172,7 @@ def decode_grid(card: Card) -> Iterator[Row]:
     for num_seqs, kv_len, head_dim, page_size, dtype in [(2, 40, 64, 8, "bfloat16")] if card.is_dry else full:
         for implementation in ("xla",) if card.is_dry else ("mosaic_gpu", "xla"):
             if not card.has_time():
-                return
+                return (yield skipped("decode"))
             seconds = attend(card, implementation, num_seqs, 1, kv_len, head_dim, page_size, dtype)
             itemsize = 1 if dtype.startswith("float8") else np.dtype(np.float16).itemsize
             rate = 2 * num_seqs * kv_len * kv_heads * head_dim * itemsize / seconds
@@ -250,7 +190,7 @@ def prefill_grid(card: Card) -> Iterator[Row]:
     ):
         for implementation in ("xla",) if card.is_dry else ("mosaic_gpu", "xla"):
             if not card.has_time():
-                return
+                return (yield skipped("prefill"))
             seconds = attend(card, implementation, 1, q_len, kv_len, head_dim, 8 if card.is_dry else 64, "bfloat16")
             positions = q_len * (kv_len - q_len) + q_len * (q_len + 1) / 2
             rate = 4 * heads * head_dim * positions / seconds
@@ -285,7 +225,7 @@ def engine(card: Card) -> Iterator[Row]:
         with LLM(config=config, sinks=[]) as llm:
             for concurrency in (1, 3) if card.is_dry else (1, 16, 64, 256):
                 if not card.has_time():
-                    return
+                    return (yield skipped("engine"))
                 params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
                 # Prompts that share no page.
                 prompts = [
@@ -302,29 +242,6 @@ def engine(card: Card) -> Iterator[Row]:
             yield Row("engine", f"first token of {prompt_tokens} tokens", time.perf_counter() - start, "s")
 
 
-def triton(card: Card) -> Iterator[Row]:
-    """jax's own paged attention, deprecated, as a comparator: one-token sequences."""
-    import warnings
-
-    import jax
-    import jax.numpy as jnp
-
-    if card.is_dry:
-        return (yield Row("triton", "not on a CPU", 0.0, "B/s"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-    num_seqs, kv_len, page_size, head_dim = 32, 2048, 16, 128
-    pages_each = kv_len // page_size
-    pool = jnp.full((8, num_seqs * pages_each, page_size, head_dim), 0.5, jnp.bfloat16)
-    tables = jnp.arange(num_seqs * pages_each, dtype=jnp.int32).reshape(num_seqs, pages_each)
-    lens = jnp.full(num_seqs, kv_len, jnp.int32)
-    q = jax.random.normal(jax.random.key(0), (num_seqs, 32, head_dim), jnp.bfloat16)
-    seconds = per_call(lambda q: paged_attention(q, pool, pool, tables, lens), q, is_dry=False)
-    rate = 2 * num_seqs * kv_len * 8 * head_dim * 2 / seconds
-    yield Row("triton", "batch 32 context 2048 dim 128 page 16", rate, "B/s", rate / (card.copy_bytes_per_s or float("inf")))
-
-
 PARTS = (
     copy_rate,
     matmul_rate,
@@ -335,7 +252,10 @@ PARTS = (
     prefill_grid,
     triton,
     torch_attention,
+    flex_attention,
+    ragged_dot,
     engine,
+    transformers,
 )
 
 
@@ -345,7 +265,7 @@ def run_parts(parts: Any, card: Card) -> tuple[list[Row], dict[str, str]]:
     faults = {}
     for part in parts:
         try:
-            for row in part(card):
+            for row in part(card) if card.has_time() else (skipped(part.__name__),):
                 share = "" if row.share is None else f"{100 * row.share:6.1f} %"
                 print(f"{row.part:20} {row.case:60} {row.value:12.4g} {row.unit:10} {share}", flush=True)
                 rows.append(row)

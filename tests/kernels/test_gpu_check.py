@@ -2,13 +2,18 @@
 
 import importlib.metadata
 import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.kernels.loaded_script import load_script
@@ -38,7 +43,10 @@ def test_every_part_runs_without_a_gpu() -> None:
         "prefill",
         "triton",
         "torch",
+        "flex",
+        "ragged_dot",
         "engine",
+        "transformers",
     }
     ops = {"kv_write", "attention", "quantized_matmul", "grouped_matmul"}
     assert {part for part in parts if part.startswith("numerics")} == {f"numerics {op}" for op in ops}
@@ -62,16 +70,35 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(capsys: pytest.Captu
     def whole(card: Any) -> Any:
         yield script.Row("whole", "last", 2.0, "s")
 
-    rows, faults = script.run_parts((broken, whole), script.Card(True, 0.0))
+    rows, faults = script.run_parts((broken, whole), script.Card(True, math.inf))
     assert [row.case for row in rows] == ["first", "last"]
     assert faults == {"broken": "RuntimeError: no such instruction"}
     assert "broken               FAILED: RuntimeError: no such instruction" in capsys.readouterr().out
 
 
+def test_each_implementation_that_takes_a_case_here_is_compared() -> None:
+    """Told to be a card, a CPU has the implementations that a CPU has, and takes them through the same loops."""
+    script: Any = load_script("gpu_check")
+    from pallas_kernels.paged_attention import OP, cases
+
+    case = next(case for case in cases.CASES if case.name == "sinks")
+    operands = jax.tree.map(jnp.asarray, cases.make(case))
+    options = {**cases.options(case), "layer": None, "group": None}
+    assert [name for name, _ in script.able(OP, operands, options)][0] == "xla"
+    assert "reference" not in dict(script.able(OP, operands, options))
+    assert script.able(OP, {**operands, "sinks": operands["sinks"][:1]}, options) == []
+
+
+def test_what_there_is_no_time_for_is_said() -> None:
+    script: Any = load_script("gpu_check")
+    rows, faults = script.run_parts((script.decode_grid,), script.Card(True, 0.0))
+    assert [(row.part, row.unit) for row in rows] == [("decode_grid", "skipped")]
+    assert [(row.part, row.unit) for row in script.decode_grid(script.Card(False, 0.0))] == [("decode", "skipped")]
+    assert faults == {}
+
+
 def test_numbers_that_are_missing_on_one_side_are_no_small_difference() -> None:
     script: Any = load_script("gpu_check")
-    import numpy as np
-
     one, other = np.array([1.0, np.nan]), np.array([1.5, np.nan])
     assert script.largest_difference(np.asarray, (one,), (other,)) == 0.5
     assert script.largest_difference(np.asarray, (one,), (np.array([1.0, 2.0]),)) == float("inf")
@@ -97,6 +124,36 @@ def test_torch_is_compared_with_where_it_is_there(monkeypatch: pytest.MonkeyPatc
     assert row.case == "SDPA batch 2 context 16 dim 64"
     assert row.share == row.value / 1e9
     assert set(asked) == {((2, 32, 1, 64), (2, 8, 16, 64), (2, 8, 16, 64), True)}
+
+
+def test_flex_attention_and_transformers_are_compared_with_where_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins: the real ones are in no environment of ours."""
+    script: Any = load_script("gpu_check")
+    card = script.Card(True, math.inf, copy_bytes_per_s=1e9, flops_per_s=1e12)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert [row.case for row in script.flex_attention(card)] == ["torch's flex attention is not there"]
+    assert [row.case for row in script.transformers(card)] == ["torch or transformers is not there"]
+
+    asked: list[Any] = []
+    flex = ModuleType("torch.nn.attention.flex_attention")
+    flex.flex_attention = lambda q, k, v, *, block_mask, enable_gqa: asked.append((q.shape, k.shape, block_mask, enable_gqa))  # type: ignore[attr-defined]
+    flex.create_block_mask = lambda mod, b, h, q, kv, *, device: (mod(0, 0, 3, 3), mod(0, 0, 3, 4), q, kv)  # type: ignore[attr-defined]
+    torch = MagicMock(compile=lambda run, dynamic: run)
+    torch.randn = lambda *shape, dtype, device: SimpleNamespace(shape=shape)
+    torch.full = lambda shape, number, device: np.full(shape, number)
+    torch.ones_like = np.ones_like
+    library = MagicMock()
+    generate = library.AutoModelForCausalLM.from_config.return_value.eval.return_value.generate
+    generate.side_effect = lambda *, input_ids, max_new_tokens, **_: np.zeros((len(input_ids), input_ids.shape[1] + max_new_tokens))
+    for name, module in (("torch", torch), ("torch.nn", torch.nn), ("torch.nn.attention", torch.nn.attention), (flex.__name__, flex)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    decode, prefill = script.flex_attention(card)
+    assert (decode.share, prefill.share) == (decode.value / 1e9, prefill.value / 1e12)
+    mask = (True, False, 128, 128)
+    assert set(asked) == {((2, 32, 1, 64), (2, 8, 16, 64), None, True), ((1, 32, 128, 64), (1, 8, 128, 64), mask, True)}
+    assert [row.case for row in script.transformers(card)] == ["1 requests of 8 + 4 tokens", "3 requests of 8 + 4 tokens"]
+    assert all(row.value > 0 for row in script.transformers(card))
 
 
 def needed_by(*names: str) -> set[str]:
