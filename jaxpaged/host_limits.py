@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import math
+import mmap
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -202,6 +203,20 @@ def return_freed_blocks() -> None:
     # glibc keeps the memory of freed blocks in its arenas; other C libraries have no such function.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def untouch(address: int, num_bytes: int) -> None:
+    """Gives the pages of zeros back to the system until somebody writes into them: they are zeros again when they are read.
+
+    Only for private memory whose every byte is 0. Where the system has no such call nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    with contextlib.suppress(OSError, AttributeError):
+        if length > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def jax_has_started() -> bool:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxpaged.config import MIB, CacheConfig
 from jaxpaged.errors import MemoryBudgetError
+from jaxpaged.host_limits import untouch
 from jaxpaged.kv_layout import lay_out
 
 CPU_POOL_BYTES = 512 * MIB
@@ -74,9 +75,12 @@ def make_cache(shape: CacheShape, num_pages: int, sharding: jax.sharding.Shardin
 
 
 def zeros(dims: tuple[int, ...], dtype: DTypeLike, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
-    """Zeros of a device's own. On a CPU they come from the host, where nobody wrote them: that compiles no program for each shape."""
+    """Zeros of a device's own. On a CPU they come from the host, which compiles no program, and take memory only as they are used."""
     if jax.default_backend() == "cpu":
-        return jax.device_put(np.zeros(dims, dtype), sharding, may_alias=False)
+        made = jax.block_until_ready(jax.device_put(np.zeros(dims, dtype), sharding, may_alias=False))
+        for shard in made.addressable_shards:
+            untouch(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+        return made
     return jnp.zeros(dims, dtype, device=sharding)
 
 

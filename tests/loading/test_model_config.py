@@ -247,6 +247,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {},
     "SmolLM3ForCausalLM": {"use_sliding_window": True, "sliding_window": 5},
     "Olmo2ForCausalLM": {},
+    "GraniteForCausalLM": {},
     "Phi3ForCausalLM": {"sliding_window": 11},
     "Gemma2ForCausalLM": {"final_logit_softcapping": None},
     "Gemma3ForCausalLM": {"sliding_window_pattern": 3},
