@@ -173,9 +173,9 @@ def test_mapped_weights_sleep_and_wake_up(loads: Loads, tmp_path: Path, level: i
     assert live_bytes() == before
     runner.wake_weights()
     runner.wake_pool()
-    assert live_bytes() == loaded
     assert weights(runner._model) == bits
     assert answer(started) == expected
+    assert live_bytes() == loaded
     assert loads.num_converted == 1 + (level == 2 and fate == "gone")
 
 
