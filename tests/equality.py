@@ -115,6 +115,6 @@ class Equality:
         assert len(first) == len(second), f"{what}: {request.request_id} has {len(second)} tokens instead of {len(first)}"
 
     def check_ties(self) -> None:
-        """Raises AssertionError when there are more ties than one in 10,000 tokens (or one at all); runs that part at the same one meet one."""
+        """Raises AssertionError when there are more places with ties than one in 10,000 tokens (or one at all)."""
         places = {(tie.request_id, tie.position) for tie in self.ties}
         assert len(places) <= max(1, self.num_compared // 10_000), self.ties
