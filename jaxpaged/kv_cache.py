@@ -78,7 +78,8 @@ def zeros(dims: tuple[int, ...], dtype: DTypeLike, sharding: jax.sharding.Shardi
     """Zeros of a device's own. On a CPU they come from the host, which compiles no program, and take memory only as they are used."""
     if jax.default_backend() == "cpu":
         made = jax.block_until_ready(jax.device_put(np.zeros(dims, dtype), sharding, may_alias=False))
-        if len(made.sharding.device_set) == 1:  # asked for the parts of an array, JAX keeps more arrays
+        if sharding is None:
+            made = made.addressable_data(0)  # asked for its address, the array around it would keep two
             untouch(made.unsafe_buffer_pointer(), made.nbytes)
         return made
     return jnp.zeros(dims, dtype, device=sharding)
