@@ -14,7 +14,7 @@ RESULT_LIMIT_S = 600
 
 
 def main() -> None:
-    claim_output()
+    pipe = claim_output()
     model_folder, dtype, threads, kind = sys.argv[1:]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
     import torch
@@ -84,7 +84,7 @@ def main() -> None:
         manager.stop(block=True)
         return {"tokens": num_tokens, "seconds": seconds, "ttft_s": sum(first_s.values()) / len(first_s)}
 
-    serve(f"transformers {transformers.__version__} {kind}", {"static": static, "continuous": continuous}[kind])
+    serve(pipe, f"transformers {transformers.__version__} {kind}", {"static": static, "continuous": continuous}[kind])
 
 
 if __name__ == "__main__":

@@ -72,13 +72,13 @@ class LlamaServer:
 
 
 def main() -> None:
-    claim_output()
+    pipe = claim_output()
     program, model, threads = sys.argv[1:]
     told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     version = next((line for line in (told.stderr + told.stdout).splitlines() if line.startswith("version")), "version unknown")
     server = LlamaServer(program, model, threads)
     try:
-        serve(f"llama.cpp {version.removeprefix('version: ')}", server.run)
+        serve(pipe, f"llama.cpp {version.removeprefix('version: ')}", server.run)
     finally:
         server.process.terminate()
         server.process.wait()

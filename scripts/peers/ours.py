@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def main() -> None:
-    claim_output()
+    pipe = claim_output()
     from jaxpaged import LLM
     from jaxpaged.bench import in_process
     from jaxpaged.bench.workloads import Job
@@ -27,7 +27,7 @@ def main() -> None:
             first_s = [outcome.times_s[0] - outcome.sent_s for outcome in outcomes]
             return {"tokens": sum(outcome.num_output for outcome in outcomes), "seconds": seconds, "ttft_s": sum(first_s) / len(first_s)}
 
-        serve(f"jaxpaged {version('jaxpaged')}", run)
+        serve(pipe, f"jaxpaged {version('jaxpaged')}", run)
 
 
 if __name__ == "__main__":

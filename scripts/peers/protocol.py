@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TypedDict
+from typing import TextIO, TypedDict
 
 
 class Asked(TypedDict):
@@ -29,24 +29,24 @@ class Run(TypedDict):
     ttft_s: float
 
 
-def serve(version: str, run: Callable[[list[Asked]], Run]) -> None:
-    """Answers until the pipe is closed. What the engine itself prints goes to standard error: `claim_output` was called before."""
+def serve(pipe: TextIO, version: str, run: Callable[[list[Asked]], Run]) -> None:
+    """Answers until the pipe that asks is closed; `pipe` is what `claim_output` gave."""
     run([{"prompt": [5] * 8, "max_tokens": 2}])
-    _tell({"ready_s": _age_s(), "version": version})
+    _tell(pipe, {"ready_s": _age_s(), "version": version})
     for line in sys.stdin:
-        _tell(run(json.loads(line)["requests"]))
+        _tell(pipe, run(json.loads(line)["requests"]))
 
 
-def claim_output() -> None:
-    """Keeps standard output for this protocol, whatever libraries print (also those written in C)."""
+def claim_output() -> TextIO:
+    """Standard output, for this protocol alone: whatever libraries print from now on, also those written in C, goes to standard error."""
     kept = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(kept, "w", encoding="utf-8")
+    return os.fdopen(kept, "w", encoding="utf-8")
 
 
-def _tell(line: object) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+def _tell(pipe: TextIO, line: object) -> None:
+    pipe.write(json.dumps(line) + "\n")
+    pipe.flush()
 
 
 def _age_s() -> float:

