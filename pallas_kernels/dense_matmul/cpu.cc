@@ -25,7 +25,7 @@ ffi::Error dense_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer m
   switch (x.element_type()) {
     case ffi::F32: return run(static_cast<const float*>(x.untyped_data()), static_cast<const float*>(matrix.untyped_data()));
     case ffi::BF16: {
-      using jaxpaged::dense::BFloat16;
+      using jaxpaged::BFloat16;
       return run(static_cast<const BFloat16*>(x.untyped_data()), static_cast<const BFloat16*>(matrix.untyped_data()));
     }
     default: return ffi::Error::InvalidArgument("dense_matmul: numbers are float32 or bfloat16");

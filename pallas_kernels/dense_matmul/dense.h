@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../native/instructions.h"
+#include "../native/numbers.h"
 #include "../native/parallel.h"
 
 namespace jaxpaged {
@@ -19,18 +20,6 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kBlockOuts = 4;  // rows of the matrix that are walked side by side
 constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int64_t kAheadBytes = 2048;  // asked for before it is needed; see quantized_matmul/int8.h
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float widened(float number) { return number; }
-inline float widened(BFloat16 number) {
-  const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof(wide));
-  return wide;
-}
 
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../native/instructions.h"
+#include "../native/numbers.h"
 #include "../native/parallel.h"
 
 #ifdef __has_builtin
@@ -29,20 +30,11 @@ constexpr float kNothing = -INFINITY;
 
 // What pages and queries are made of.
 using Float32 = float;
-struct BFloat16 {
-  uint16_t bits;
-};
 struct Float8E4M3FN {
   uint8_t bits;
 };
 
-inline float widened(Float32 number) { return number; }
-inline float widened(BFloat16 number) {
-  const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof(wide));
-  return wide;
-}
+using jaxpaged::widened;
 inline float widened(Float8E4M3FN number) {
   struct Table {
     float of[256];

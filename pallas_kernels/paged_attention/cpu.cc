@@ -5,7 +5,7 @@
 namespace {
 
 namespace ffi = xla::ffi;
-using jaxpaged::attention::BFloat16;
+using jaxpaged::BFloat16;
 using jaxpaged::attention::Call;
 using jaxpaged::attention::Float8E4M3FN;
 

@@ -12,7 +12,7 @@
 namespace {
 
 using jaxpaged::Instructions;
-using jaxpaged::attention::BFloat16;
+using jaxpaged::BFloat16;
 using jaxpaged::attention::Call;
 using jaxpaged::attention::Float8E4M3FN;
 using jaxpaged::attention::widened;

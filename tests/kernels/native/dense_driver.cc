@@ -11,8 +11,8 @@
 namespace {
 
 using jaxpaged::Instructions;
-using jaxpaged::dense::BFloat16;
-using jaxpaged::dense::widened;
+using jaxpaged::BFloat16;
+using jaxpaged::widened;
 
 void require(bool holds, const char* what, int64_t rows, int64_t num_in, int64_t num_out, Instructions instructions) {
   if (holds) return;
