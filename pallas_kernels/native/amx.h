@@ -33,11 +33,11 @@ inline bool amx_is_allowed() {
 class Tiles {
  public:
   __attribute__((target("amx-tile"))) Tiles() {
-    struct {
+    struct alignas(64) {
       uint8_t palette, start_row, reserved[14];
       uint16_t bytes_of_row[16];
       uint8_t rows[16];
-    } alignas(64) config;
+    } config;
     std::memset(&config, 0, sizeof(config));
     config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
