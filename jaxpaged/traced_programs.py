@@ -76,7 +76,8 @@ class TracedPrograms:
             if path is not None:
                 _write(path, traced)
         self.choices.update(traced.choices)
-        return jax.jit(traced.program.call, donate_argnums=donate).lower(*args)
+        call = _named(traced.program.call, run.__name__)
+        return jax.jit(call, donate_argnums=donate).lower(*args)
 
     def lower_unkept(self, run: Any, args: tuple[Any, ...], *, kernels: Mapping[str, str] = MappingProxyType({})) -> jax.stages.Lowered:
         """Lowers a jitted function that no file can hold, such as one over several devices.
@@ -88,6 +89,14 @@ class TracedPrograms:
             lowered: jax.stages.Lowered = run.lower(*args)
         self.choices.update(choices)
         return lowered
+
+
+def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def named(*args: Any) -> Any:
+        return call(*args)
+
+    named.__name__ = name
+    return named
 
 
 def _file_name(fixed: str, args: tuple[Any, ...], donate: int) -> str:
