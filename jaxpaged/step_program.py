@@ -152,7 +152,7 @@ class StepProgram:
         args, fixed = (self._params, self._state(layout), blob), repr((self._fixed, layout))
         try:
             if self._replica is None:
-                return self._traced.lower(step, args, donate=1, fixed=fixed, kernels=self._kernels)
+                return self._traced.lower(step, args, donate=1, fixed=fixed, name=step.__name__, kernels=self._kernels)
             _, state, _ = specs = jax.tree.map(lambda like: like.sharding.spec, args)
             # What comes out beside the state is the same on every device, as all that it is computed from is: JAX cannot know.
             sharded = jax.shard_map(step, mesh=self._replica.mesh, in_specs=specs, out_specs=(PartitionSpec(), state), check_vma=False)

@@ -50,7 +50,14 @@ class TracedPrograms:
         self.choices: set[Choice] = set()
 
     def lower(
-        self, run: Callable[..., Any], args: tuple[Any, ...], *, donate: int, fixed: str, kernels: Mapping[str, str] = MappingProxyType({})
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        donate: int,
+        fixed: str,
+        name: str = "program",
+        kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> jax.stages.Lowered:
         """Lowers `run(*args)`, tracing it only if no file has it.
 
@@ -59,6 +66,7 @@ class TracedPrograms:
             args: shapes and types of its arguments.
             donate: the argument whose memory the results take over.
             fixed: all that `run` was built from besides packaged source, in words: equal words mean equal programs.
+            name: what traces call it.
             kernels: op -> the implementation that is asked for.
 
         Raises:
@@ -76,7 +84,7 @@ class TracedPrograms:
             if path is not None:
                 _write(path, traced)
         self.choices.update(traced.choices)
-        call = _named(traced.program.call, run.__name__)
+        call = _named(traced.program.call, name)
         return jax.jit(call, donate_argnums=donate).lower(*args)
 
     def lower_unkept(self, run: Any, args: tuple[Any, ...], *, kernels: Mapping[str, str] = MappingProxyType({})) -> jax.stages.Lowered:
