@@ -7,7 +7,7 @@ streams, so that the stages, what is left inside steps and what lies between ste
 import heapq
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,35 +74,58 @@ def read_spans(trace: bytes) -> list[Span]:
     from jax.profiler import ProfileData
 
     programs = read_programs(trace)
-    # A program that came out of the persistent cache has another number in its events; buckets have names of their own.
-    programs |= {name.partition("(")[0]: program for name, program in programs.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a type of JAX's own extension has no module
         planes = list(ProfileData.from_serialized_xspace(trace).planes)
         on_device = [plane for plane in planes if plane.name.startswith("/device:")]
         # The host's plane has the operations of a CPU; beside a GPU, the calls that start them.
-        return [span for plane in on_device or planes for line in plane.lines for span in _spans_of_line(line.events, programs)]
+        ran = [one for plane in on_device or planes for line in plane.lines for one in _ran_in_line(line.events)]
+    names: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for one in ran:
+        names[one.module, one.program_id].add(one.name)
+    owners = {(module, number): _owner(programs, module, number, seen) for (module, number), seen in names.items()}
+    spans = []
+    for one in ran:
+        operation = owners[one.module, one.program_id].get(one.name, UNKNOWN)
+        spans.append(Span(one.start_ns, one.end_ns, one.module, one.run, operation.stage, operation.is_container))
+    return spans
 
 
-def _spans_of_line(events: Iterable[Any], programs: Mapping[str, Program]) -> Iterable[Span]:
+class _Ran(NamedTuple):
+    """An operation that ran, by the names in its event."""
+
+    start_ns: float
+    end_ns: float
+    module: str
+    program_id: int
+    run: int
+    name: str
+
+
+def _ran_in_line(events: Iterable[Any]) -> Iterator[_Ran]:
     """Those of one thread or stream. An operation that goes on without its thread ends with an event of its own."""
-    opened: dict[int, Span] = {}
+    opened: dict[int, _Ran] = {}
     for event in events:
         facts = dict(event.stats)
         if "hlo_op" in facts:
-            module = facts["hlo_module"]
-            program = programs.get(f"{module}({facts.get('program_id', 0)})") or programs.get(module, {})
-            operation = program.get(facts["hlo_op"], UNKNOWN)
-            end_ns = event.start_ns + event.duration_ns
             run = int(facts.get("run_id") or facts.get("group_id") or 0)
-            span = Span(event.start_ns, end_ns, module, run, operation.stage, operation.is_container)
+            number, end_ns = int(facts.get("program_id") or 0), event.start_ns + event.duration_ns
+            one = _Ran(event.start_ns, end_ns, facts["hlo_module"], number, run, facts["hlo_op"])
             if "_p" in facts:
-                opened[facts["_p"]] = span
+                opened[facts["_p"]] = one
             else:
-                yield span
+                yield one
         elif event.name.startswith("end: ") and (started := opened.pop(facts.get("_c", -1), None)) is not None:
             yield started._replace(end_ns=max(started.end_ns, event.start_ns))
     yield from opened.values()
+
+
+def _owner(programs: Mapping[str, Program], module: str, number: int, seen: set[str]) -> Program:
+    """The program whose operations were seen. One that came out of the persistent cache has another number in its events than beside
+    them, and several engines of a process have modules of one name: then the one that knows most of the operations."""
+    named = [(name, program) for name, program in programs.items() if name.startswith(f"{module}(")]
+    _, owner = max(named, key=lambda item: (len(seen & item[1].keys()), item[0] == f"{module}({number})"), default=("", {}))
+    return owner
 
 
 def stage_times(spans: Iterable[Span]) -> StageTimes:

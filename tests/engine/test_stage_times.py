@@ -9,8 +9,8 @@ from jaxpaged.errors import BadRequestError
 from jaxpaged.profiler import traced
 from jaxpaged.request import SamplingParams
 from jaxpaged.stages import STAGES, stage_of
-from jaxpaged.trace.programs import read_programs
-from jaxpaged.trace.stage_times import BETWEEN_STEPS, IN_STEP, NO_STAGE, Span, read_spans, stage_times, table
+from jaxpaged.trace.programs import Operation, read_programs
+from jaxpaged.trace.stage_times import BETWEEN_STEPS, IN_STEP, NO_STAGE, Span, _owner, read_spans, stage_times, table
 from tests.cli.scripted_engine import run_cli
 from tests.tiny_engine import tiny_config
 
@@ -63,6 +63,16 @@ def test_stages_in_names_of_operations() -> None:
     assert stage_of("jit(step_4)/call_exported/jit(<lambda>)/while/body/attention/kv_write/scatter") == "attention/kv_write"
     assert stage_of("jit(step_4)/mlp/mlp/dot_general") == "mlp"
     assert stage_of("reduce_sum") == ""
+
+
+def test_the_program_that_knows_the_operations_is_theirs() -> None:
+    """Numbers of programs out of the cache say nothing."""
+    one, other = ({name: Operation(stage, is_container=False) for name in names} for stage, names in (("mlp", "abc"), ("norm", "abd")))
+    programs = {"m(1)": one, "m(2)": other, "mm(3)": one}
+    assert _owner(programs, "m", 1, {"a", "d"}) is other
+    assert _owner(programs, "m", 9, {"b", "c"}) is one
+    assert _owner(programs, "m", 2, {"a"}) is other
+    assert _owner(programs, "n", 1, {"a"}) == {}
 
 
 def test_a_trace_of_an_engine(tiny_folder: Path, programs: Path, tmp_path: Path) -> None:
