@@ -70,7 +70,9 @@ def rows_for(runner: ModelRunner, batch: int, context: int) -> list[ScheduledRow
     own, rest = range(1, 1 + batch), runner.num_pages - 1 - batch
     rows, taken = [], 0
     for index in range(batch):
-        request = Request(str(index), prompt_token_ids=[7] * context, params=SamplingParams(temperature=0.0), seed=0, arrival_s=0.0)
+        request = Request(
+            request_id=str(index), prompt_token_ids=[7] * context, params=SamplingParams(temperature=0.0), seed=0, arrival_s=0.0
+        )
         sequence = Sequence(request)
         num_shared = -(-context // runner.page_size) - 1
         sequence.tables = ([*(1 + batch + (taken + page) % rest for page in range(num_shared)), own[index]],)
