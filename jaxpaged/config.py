@@ -392,6 +392,7 @@ ALIASES: dict[str, str] = {
     "ssl_keyfile": "server.ssl_keyfile",
     "allowed_origins": "server.allowed_origins",
     "shutdown_timeout": "server.drain_timeout_s",
+    "profile": "server.profile_dir",
     "otlp_traces_endpoint": "tracing.otlp_endpoint",
 }
-"""vLLM's names (as Python arguments; flags use dashes) -> path in the tree."""
+"""vLLM's names (as Python arguments; flags use dashes), and `profile`, which other commands have too -> path in the tree."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.layers.linear import Embedding, Linear
 from jaxpaged.layers.stack import OfLayer, WholeStack
+from jaxpaged.stages import stage
 from pallas_kernels.quantized_matmul import Int8Weights, quantized_matmul
 
 
@@ -42,6 +43,7 @@ class QuantizedEmbedding(nnx.Module):
         self.scales = nnx.Param(jnp.zeros(weight.shape[:-1], jnp.float32))
         self.scale, self.dtype = embedding.scale, weight.dtype
 
+    @stage("embed")
     def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
         values = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
         scales = self.scales[...].at[token_ids].get(mode="fill", fill_value=0)
