@@ -28,6 +28,8 @@ Axes (every annotated array of the project uses these words and no others):
     out         outputs of a linear map
     half        bytes of packed pairs of 4-bit weights: half the inputs
     blob        numbers of a packed step
+    places      whatever one counts
+    columns     numbers of a row that lie side by side, whatever they mean
 
 Everything a step needs travels to the device as one int32 array, the blob (`StepPacker` fills it); the step program takes it
 apart (`unpack`).
