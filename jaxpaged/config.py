@@ -150,7 +150,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         _doc("of attention over the page pool; none: the best for model and device"),
     ] = None
     kv_write: Annotated[
-        Literal["reference", "xla", "mosaic_gpu"] | None,
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None,
         _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
     ] = None
     quantized_matmul: Annotated[
@@ -160,6 +160,13 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     dense_matmul: Annotated[
         Literal["reference", "xla", "cpu"] | None,
         _doc("of linear maps with float weights; none: the best for model and device"),
+    ] = None
+    rms_norm: Annotated[
+        Literal["reference", "xla", "cpu"] | None, _doc("of root mean square normalization; none: the best for model and device")
+    ] = None
+    gated_product: Annotated[
+        Literal["reference", "xla", "cpu"] | None,
+        _doc("of activations times rows in gated feed-forward blocks; none: the best for model and device"),
     ] = None
     grouped_matmul: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
