@@ -162,7 +162,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     dense_matmul: Annotated[
         Literal["reference", "xla", "cpu"] | None,
-        _doc("of linear maps with float weights, at most 16 rows; none: the best for model and device"),
+        _doc("of linear maps with float weights, at most 16 rows of float32; none: the best for model and device"),
     ] = None
     grouped_matmul: Annotated[
         Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")

@@ -7,6 +7,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dense_matmul import cpu, reference, xla
@@ -44,7 +45,10 @@ _OP_OF_MANY_ROWS = Op(
     implementations={name: OP.implementations[name] for name in ("reference", "xla")},
     preference={"default": ("xla",)},
 )
-"""A name of its own: who asks for the kernel of few rows gets it in the programs that decode, and those that prefill are left to XLA."""
+"""A name of its own: who asks for the kernel of few rows gets it in the programs that decode, and those that prefill are left to XLA.
+
+Not so bfloat16, of which the native kernel takes any number of rows.
+"""
 
 
 def dense_matmul(
@@ -60,7 +64,8 @@ def dense_matmul(
         x: rows, float32, bfloat16 or float16.
         matrix: weights as checkpoints have them; with a leading layers axis when `layer` is given.
         layer: index into the leading axis of the matrix.
-        implementation: "reference", "xla" or, up to `cpu.MAX_ROWS` rows, "cpu"; None takes the best for the device and the number of rows.
+        implementation: "reference", "xla" or, for bfloat16 and up to `cpu.MAX_ROWS` rows, "cpu"; None takes the
+            best for the device and the number of rows.
 
     Returns:
         Float32 sums.
@@ -69,5 +74,5 @@ def dense_matmul(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (x, matrix)
-    op = OP if x.shape[0] <= cpu.MAX_ROWS else _OP_OF_MANY_ROWS
+    op = OP if x.shape[0] <= cpu.MAX_ROWS or x.dtype == jnp.bfloat16 else _OP_OF_MANY_ROWS
     return choose(op, implementation, args, {"layer": layer}).run(*args, layer=layer)

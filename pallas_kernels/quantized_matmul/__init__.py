@@ -19,6 +19,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
+from pallas_kernels.gpu_target import platform
 from pallas_kernels.quantized_matmul import cpu, group_cpu, group_xla, mosaic_gpu, reference, xla
 from pallas_kernels.quantized_matmul.group_weights import GROUP, TILE, Q4Weights, Q8Weights
 from pallas_kernels.quantized_matmul.quantize import quantize_fp8, quantize_int4, quantize_int8
@@ -124,10 +125,10 @@ OP = Op(
     preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
-_OP_OF_MORE_ROWS = OP._replace(preference={"default": ("xla",)})
+_LEFT_TO_XLA = OP._replace(preference={"default": ("xla",)})
 
-_OP_OF_MANY_ROWS = _OP_OF_MORE_ROWS._replace(name="quantized_matmul_of_many_rows")
-"""A name of its own: who asks for the kernel of few rows gets it in the programs that decode, and those that prefill are left to XLA."""
+_MANY_ROWS = "quantized_matmul_of_many_rows"
+"""A name of its own: who asks for a kernel of few rows gets it in the programs that decode, and those that prefill take what is best."""
 
 
 def quantized_matmul(
@@ -157,5 +158,7 @@ def quantized_matmul(
     if type(weights) in _GROUP_DTYPES:
         # One implementation for all numbers of rows, or a row's bits would depend on how many there are.
         return choose(OP, implementation, args, {"layer": layer}).run(*args, layer=layer)
-    op = OP if num_rows <= cpu.MAX_ROWS else _OP_OF_MORE_ROWS if num_rows <= mosaic_gpu.MAX_ROWS else _OP_OF_MANY_ROWS
+    op = OP if platform() == "cpu" and num_rows <= cpu.max_rows() else _LEFT_TO_XLA
+    if num_rows > mosaic_gpu.MAX_ROWS:
+        op = op._replace(name=_MANY_ROWS)
     return choose(op, implementation, args, {"layer": layer}).run(*args, layer=layer)

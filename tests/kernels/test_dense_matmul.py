@@ -12,7 +12,18 @@ from pallas_kernels.dispatch import UnsupportedKernelError, selecting
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
 
-SIZES = [(1, 1, 1), (1, 7, 5), (2, 64, 4), (3, 65, 63), (5, 131, 37), (7, 200, 130), (13, 15, 66), (16, 193, 97)]
+SIZES = [
+    (1, 1, 1),
+    (1, 7, 5),
+    (2, 64, 4),
+    (3, 65, 63),
+    (5, 131, 37),
+    (7, 200, 130),
+    (13, 15, 66),
+    (16, 193, 97),
+    (17, 64, 16),
+    (70, 96, 80),
+]
 """Rows, inputs, outputs."""
 
 
@@ -29,6 +40,8 @@ def made(num_rows: int, num_in: int, num_out: int, dtype: str) -> tuple[np.ndarr
 @pytest.mark.parametrize("implementation", list(OP.implementations))
 def test_equals_float64_in_each_size(implementation: str, dtype: str) -> None:
     for size in SIZES:
+        if implementation == "cpu" and dtype == "float32" and size[0] > cpu.MAX_ROWS:
+            continue
         x, stacked = made(*size, dtype)
         expected = x.astype(np.float64) @ stacked[1].astype(np.float64).T
         # Products are exact to 2**-24 of themselves, sums of n numbers to n times that.
@@ -42,10 +55,11 @@ def test_equals_float64_in_each_size(implementation: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_rows_are_the_same_bits_alone(dtype: str) -> None:
-    x, stacked = made(16, 193, 97, dtype)
+    num_rows = 70 if dtype == "bfloat16" else cpu.MAX_ROWS
+    x, stacked = made(num_rows, 193, 97, dtype)
     run = jax.jit(functools.partial(dense_matmul, implementation="cpu"))
     together = np.asarray(run(x, stacked[1]))
-    for count in (1, 2, 3, 8, 15):
+    for count in (1, 2, 3, 8, 15, num_rows - 1):
         np.testing.assert_array_equal(np.asarray(run(x[:count], stacked[1])), together[:count])
     x[3] = np.nan
     beside = np.asarray(run(x, stacked[1]))
@@ -59,6 +73,9 @@ def test_many_rows_are_left_to_xla_and_what_cannot_be_done_is_refused() -> None:
         dense_matmul(x[:-1], stacked[1])
         dense_matmul(x, stacked[1])
     assert {choice.implementation for choice in taken} == {"cpu", "xla"}
+    with selecting({}) as taken:
+        dense_matmul(x.astype(jnp.bfloat16), stacked[1].astype(jnp.bfloat16))
+    assert {choice.implementation for choice in taken} == {"cpu"}
     with pytest.raises(UnsupportedKernelError, match="of_many_rows has no implementation 'cpu'"):
         dense_matmul(x, stacked[1], implementation="cpu")
     x = x[:-1]
