@@ -39,7 +39,7 @@ class LoadedModel(NamedTuple):
     @classmethod
     def of(cls, structure: ModelStructure, params: tuple[jax.Array, ...]) -> "LoadedModel":
         """A model whose structure is there already."""
-        return cls(facts_of(structure.config, structure.quantization), lambda: structure, params)
+        return cls(facts_of(structure.config, structure.quantization, structure.eight_bit), lambda: structure, params)
 
     @property
     def family(self) -> Any:
@@ -103,7 +103,7 @@ class StepProgram:
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
         # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
         has_native = native.library().missing is None
-        self._fixed = (model.facts.words, model.facts.quantization, has_native, cache_shape, num_ids, logprobs_mode)
+        self._fixed = (model.facts.words, model.facts.quantization, model.facts.eight_bit, has_native, cache_shape, num_ids, logprobs_mode)
         self._traced, self._kernels = traced, kernels
 
     @property

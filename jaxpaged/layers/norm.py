@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxpaged.layers.shards import TENSOR_AXES, add_up
 from jaxpaged.stages import stage
+from pallas_kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -35,11 +36,10 @@ class RMSNorm(nnx.Module):
 
     @stage("norm")
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+        if self.weight.shape[-1] == self.width:
+            return rms_norm(x, self.weight[...], eps=self.eps, offset=self.offset, is_scaled_wide=self.is_scaled_wide)
         wide = x.astype(jnp.float32)
-        if self.weight.shape[-1] < self.width:
-            mean = add_up([(jnp.sum(wide * wide, axis=-1, keepdims=True), self.cut_over)]) / self.width
-        else:
-            mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        mean = add_up([(jnp.sum(wide * wide, axis=-1, keepdims=True), self.cut_over)]) / self.width
         normed = wide * lax.rsqrt(mean + self.eps)
         if self.is_scaled_wide:
             return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)

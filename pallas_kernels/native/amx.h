@@ -44,6 +44,8 @@ class Tiles {
       config.bytes_of_row[tile] = 64;
       config.rows[tile] = 16;
     }
+    // GCC 12's _tile_loadconfig reads eight bytes for all that its optimizer knows, and the rest would never be written.
+    asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   __attribute__((target("amx-tile"))) ~Tiles() { _tile_release(); }
