@@ -100,7 +100,7 @@ def from_kwargs(**kwargs: Any) -> Config:
     """The tree from vLLM-style keyword arguments, as `LLM(...)` takes them.
 
     Args:
-        kwargs: vLLM's flat names (`option_aliases.ALIASES`), or a section name with a mapping or a section struct (`cache={"page_size": 32}`).
+        kwargs: vLLM's flat names (`option_aliases.ALIASES`), or a section name with a mapping or a struct (`cache={"page_size": 32}`).
 
     Raises:
         ConfigError: unknown name (the nearest is offered), wrong type, out of range, or refused.
