@@ -156,18 +156,18 @@ def main() -> None:
             for ids in told[1:]:
                 np.testing.assert_array_equal(ids[:, :batch], told[0][:, :batch])
     results = []
-    print("ms a step: wall and CPU time, medians; gain: quartiles of the same rounds' ratio of wall times, calls / loop")
+    print("ms a step: wall and CPU time, medians; gain: medians and quartiles of the same rounds' ratios, calls / loop")
     for (batch, count), values in seconds.items():
-        ratios = [calls / own for calls, own in zip(seconds[batch, 0], values, strict=True)]
-        cpu_ratio = statistics.median(calls / own for calls, own in zip(spent[batch, 0], spent[batch, count], strict=True))
-        low, median, high = statistics.quantiles(ratios, n=4)
+        gains, told_gains = [], []
+        for calls, own in ((seconds[batch, 0], values), (spent[batch, 0], spent[batch, count])):
+            low, median, high = statistics.quantiles([one / other - 1 for one, other in zip(calls, own, strict=True)], n=4)
+            gains.append(median)
+            told_gains.append(f"{median:+.1%} ({low:+.1%} to {high:+.1%})")
         wall_ms, cpu_ms = statistics.median(values) * 1e3, statistics.median(spent[batch, count]) * 1e3
         name = f"{count} in a loop" if count else "calls"
-        gain = f"gain {median - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%}), of CPU time {cpu_ratio - 1:+.1%}" if count else ""
+        gain = f"gain {told_gains[0]}, of CPU time {told_gains[1]}" if count else ""
         print(f"batch {batch:3} {name:12} wall {wall_ms:7.2f}, CPU {cpu_ms:7.2f}   {gain}")
-        results.append(
-            {"batch": batch, "steps": count, "wall_ms": wall_ms, "cpu_ms": cpu_ms, "gain": median - 1, "cpu_gain": cpu_ratio - 1}
-        )
+        results.append({"batch": batch, "steps": count, "wall_ms": wall_ms, "cpu_ms": cpu_ms, "gain": gains[0], "cpu_gain": gains[1]})
     print("\ngain of 8 steps a call on a device whose step takes so many ms, by arithmetic: host's work hidden / not hidden")
     for host_ms in map(float, args.host_ms.split(",")):
         told_gains = []
