@@ -111,12 +111,8 @@ class StepProgram:
         """Which kernels the programs so far have."""
         return told_choices(self._traced.choices)
 
-    def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
-        """Lowers the step for one layout.
-
-        Raises:
-            ConfigError: a kernel that was asked for does not take this model on this device.
-        """
+    def function(self, layout: BatchLayout) -> Callable[[tuple[jax.Array, ...], DeviceState, jax.Array], tuple[StepResult, DeviceState]]:
+        """The step of a bucket, for tracing."""
 
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             from flax import nnx  # late: it is needed only where a program is traced
@@ -148,6 +144,15 @@ class StepProgram:
 
         # Traces and dumps show programs by this name.
         step.__name__ = f"step_{layout.num_tokens}"
+        return step
+
+    def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
+        """Lowers the step for one layout.
+
+        Raises:
+            ConfigError: a kernel that was asked for does not take this model on this device.
+        """
+        step = self.function(layout)
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32, sharding=self._replica and self._replica.whole)
         args, fixed = (self._params, self._state(layout), blob), repr((self._fixed, layout))
         try:
