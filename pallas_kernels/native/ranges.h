@@ -51,7 +51,8 @@ class ChunkRanges {
 // Calls prepare(part) for each part in [0, num_parts), and when all have returned, on each thread that has come by then and found work,
 // run(take), which calls take() for chunks in [0, num_chunks) until it gives -1. Returns when all chunks are done.
 //
-// As with for_chunks(), this thread works too and nothing waits for a thread that has not come: only for parts and chunks that are being done.
+// As with for_chunks(), this thread works too and nothing waits for a thread that has not come: only for parts and chunks that are being
+// done.
 template <typename Prepare, typename Run>
 void for_parts_and_chunks(Threads& threads, int64_t num_parts, int64_t num_chunks, const Prepare& prepare, const Run& run) {
   const int64_t most = num_parts > num_chunks ? num_parts : num_chunks;

@@ -55,8 +55,8 @@ JAXPAGED_TILES inline void sum_block(const int8_t* weights, int64_t stride, cons
 
 // The same of a block of up to 8 rows: both parts of the first 16 outputs in the first tile and of the last in the second. Two more tiles
 // take every other step, since a product waits for the one before it in its tile.
-JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride, const uint8_t* packed, int64_t num_steps, const int8_t* ahead,
-                                          TileSums& sums) {
+JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride, const uint8_t* packed, int64_t num_steps,
+                                          const int8_t* ahead, TileSums& sums) {
   const int8_t* others = weights + kTile * stride;
   _tile_zero(0);
   _tile_zero(1);
@@ -84,11 +84,6 @@ JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride,
   _tile_stored(3, sums.of[3], kLanes);
 }
 
-JAXPAGED_AVX512 JAXPAGED_INLINED __m512i products(__m512i high, __m512i low, float weight_scale, __m512 row_scales) {
-  const __m512 both = _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(kLowLevels)), _mm512_cvtepi32_ps(low));
-  return _mm512_castps_si512(_mm512_mul_ps(_mm512_mul_ps(both, _mm512_set1_ps(weight_scale)), row_scales));
-}
-
 // Scales the sums of up to 16 outputs and stores them row by row.
 JAXPAGED_AVX512 inline void store_block(const int32_t* high, const int32_t* low, const float* weight_scales, const float* row_scales,
                                         int64_t num_rows, int64_t num_outs, float* out, int64_t num_out) {
@@ -98,9 +93,7 @@ JAXPAGED_AVX512 inline void store_block(const int32_t* high, const int32_t* low,
     const float weight_scale = o < num_outs ? weight_scales[o] : 0.0f;
     v[o] = products(_mm512_loadu_si512(high + o * kTile), _mm512_loadu_si512(low + o * kTile), weight_scale, of_rows);
   }
-  transpose(v);
-  const __mmask16 mask = num_outs >= kTile ? 0xffff : (1u << num_outs) - 1;
-  for (int64_t r = 0; r < num_rows; ++r) _mm512_mask_storeu_ps(out + r * num_out, mask, _mm512_castsi512_ps(v[r]));
+  store_turned(v, num_rows, num_outs, out, num_out);
 }
 
 JAXPAGED_AVX512 inline void store_half_block(const int32_t* even, const int32_t* odd, const float* weight_scales, const float* row_scales,
@@ -111,9 +104,7 @@ JAXPAGED_AVX512 inline void store_half_block(const int32_t* even, const int32_t*
     const __m512i both = _mm512_add_epi32(_mm512_loadu_si512(even + o * kTile), _mm512_loadu_si512(odd + o * kTile));
     v[o] = products(both, _mm512_shuffle_i32x4(both, both, 0x0e), o < num_outs ? weight_scales[o] : 0.0f, of_rows);
   }
-  transpose(v);
-  const __mmask16 mask = num_outs >= kTile ? 0xffff : (1u << num_outs) - 1;
-  for (int64_t r = 0; r < num_rows; ++r) _mm512_mask_storeu_ps(out + r * num_out, mask, _mm512_castsi512_ps(v[r]));
+  store_turned(v, num_rows, num_outs, out, num_out);
 }
 
 // The rows of the matrix from o on that a tile reads past the end of the matrix, copied to where they may be: zeros for what is not there.
@@ -121,7 +112,8 @@ inline const int8_t* copied_end(const Matrix& matrix, int64_t o) {
   static thread_local std::vector<int8_t> copy;
   const int64_t stride = padded(matrix.num_in), left = matrix.num_out - o, num_outs = left < kTileOuts ? left : kTileOuts;
   copy.assign(kTileOuts * stride, 0);
-  for (int64_t row = 0; row < num_outs; ++row) std::memcpy(copy.data() + row * stride, matrix.values + (o + row) * matrix.num_in, matrix.num_in);
+  const int8_t* const end = matrix.values + o * matrix.num_in;
+  for (int64_t row = 0; row < num_outs; ++row) std::memcpy(copy.data() + row * stride, end + row * matrix.num_in, matrix.num_in);
   asm volatile("" ::: "memory");  // GCC's tile loads say nothing of the memory that they read
   return copy.data();
 }
