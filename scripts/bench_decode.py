@@ -34,8 +34,8 @@ def runner_of(variant: str, batches: list[int]) -> ModelRunner:
     """A runner with programs for the batches alone."""
     dtype, quantization = VARIANTS[variant]
     buckets = tuple(sorted({max(2, batch) for batch in batches}))
-    max_rows = 0 if variant.endswith("xla") else cpu.MAX_ROWS
-    with mock.patch.object(cpu, "MAX_ROWS", max_rows):
+    max_rows = 0 if variant.endswith("xla") else cpu.max_rows()
+    with mock.patch.object(cpu, "max_rows", return_value=max_rows):
         return runner_for(random_model(dtype, quantization), buckets, max(2, *batches))
 
 

@@ -1,4 +1,4 @@
-"""Dense matmul in C++ on CPU, for a few rows: `dense.h` has the work."""
+"""Dense matmul in C++ on CPU: `dense.h` has the work."""
 
 from typing import Any
 
@@ -8,9 +8,6 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import native
 from pallas_kernels.gpu_target import platform
-
-MAX_ROWS = 16
-"""Up to here a call is bound by reading the weights, and saves the copy that XLA makes of a layer's; with more rows XLA is faster."""
 
 
 def refusals(x: Any, matrix: Any) -> list[str]:

@@ -32,9 +32,7 @@ constexpr float kNothing = -INFINITY;
 
 // What pages and queries are made of.
 using Float32 = float;
-struct Float8E4M3FN {
-  uint8_t bits;
-};
+using jaxpaged::Float8E4M3FN;
 
 using jaxpaged::widened;
 inline float widened(Float8E4M3FN number) {

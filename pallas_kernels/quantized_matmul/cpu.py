@@ -1,5 +1,7 @@
-"""Quantized matmul in C++ on CPU, for a few rows: `int8.h` has the work."""
+"""Quantized matmul in C++ on CPU: `int8.h` has the work."""
 
+import ctypes
+import functools
 from typing import Any
 
 import jax
@@ -10,8 +12,16 @@ from pallas_kernels import native
 from pallas_kernels.gpu_target import platform
 from pallas_kernels.quantized_matmul.weights import Int8Weights
 
-MAX_ROWS = 8
-"""Up to here a call is bound by reading the weights; with more rows XLA is as fast, or faster where the processor has tiles (AMX)."""
+
+@functools.cache
+def max_rows() -> int:
+    """Up to here it is faster than XLA with what this processor has: always with matrix tiles (AMX); 0 without a library."""
+    path = native.library().path
+    if path is None:
+        return 0
+    function = ctypes.CDLL(str(path)).jaxpaged_int8_max_rows
+    function.restype = ctypes.c_int64
+    return int(function())
 
 
 def refusals(x: Any, weights: Any) -> list[str]:

@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense_matmul import OP, cpu, dense_matmul
+from pallas_kernels.dense_matmul import OP, dense_matmul
 from pallas_kernels.dispatch import UnsupportedKernelError, selecting
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
 
-SIZES = [(1, 1, 1), (1, 7, 5), (2, 64, 4), (3, 65, 63), (5, 131, 37), (7, 200, 130), (13, 15, 66), (16, 193, 97)]
+SIZES = [
+    (1, 1, 1),
+    (1, 7, 5),
+    (2, 64, 4),
+    (3, 65, 63),
+    (5, 131, 37),
+    (7, 200, 130),
+    (13, 15, 66),
+    (16, 193, 97),
+    (17, 64, 16),
+    (70, 96, 80),
+]
 """Rows, inputs, outputs."""
 
 
@@ -42,10 +53,10 @@ def test_equals_float64_in_each_size(implementation: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_rows_are_the_same_bits_alone(dtype: str) -> None:
-    x, stacked = made(16, 193, 97, dtype)
+    x, stacked = made(70, 193, 97, dtype)
     run = jax.jit(functools.partial(dense_matmul, implementation="cpu"))
     together = np.asarray(run(x, stacked[1]))
-    for count in (1, 2, 3, 8, 15):
+    for count in (1, 2, 3, 8, 15, 69):
         np.testing.assert_array_equal(np.asarray(run(x[:count], stacked[1])), together[:count])
     x[3] = np.nan
     beside = np.asarray(run(x, stacked[1]))
@@ -53,15 +64,12 @@ def test_native_rows_are_the_same_bits_alone(dtype: str) -> None:
     np.testing.assert_array_equal(np.delete(beside, 3, 0), np.delete(together, 3, 0))
 
 
-def test_many_rows_are_left_to_xla_and_what_cannot_be_done_is_refused() -> None:
-    x, stacked = (jnp.asarray(array) for array in made(cpu.MAX_ROWS + 1, 15, 66, "float32"))
+def test_any_number_of_rows_is_native_and_what_cannot_be_done_is_refused() -> None:
+    x, stacked = (jnp.asarray(array) for array in made(600, 15, 66, "float32"))
     with selecting({}) as taken:
-        dense_matmul(x[:-1], stacked[1])
+        dense_matmul(x[:1], stacked[1])
         dense_matmul(x, stacked[1])
-    assert {choice.implementation for choice in taken} == {"cpu", "xla"}
-    with pytest.raises(UnsupportedKernelError, match="of_many_rows has no implementation 'cpu'"):
-        dense_matmul(x, stacked[1], implementation="cpu")
-    x = x[:-1]
+    assert {choice.implementation for choice in taken} == {"cpu"}
     half = x.astype(jnp.bfloat16)
     with pytest.raises(UnsupportedKernelError, match="rows are bfloat16 and the matrix is float32"):
         dense_matmul(half, stacked[1], implementation="cpu")

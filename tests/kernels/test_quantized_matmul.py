@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedKernelError, choose
 from pallas_kernels.native import build
-from pallas_kernels.quantized_matmul import MAX_INT8_INPUTS, OP, quantize_fp8, quantize_int4, quantize_int8, quantized_matmul
+from pallas_kernels.quantized_matmul import MAX_INT8_INPUTS, OP, cpu, quantize_fp8, quantize_int4, quantize_int8, quantized_matmul
 from pallas_kernels.quantized_matmul.cases import CASES, Case, make
 from pallas_kernels.quantized_matmul.quantize import pack_nibbles, quantize_rows
 from pallas_kernels.quantized_matmul.reference import dequantize
@@ -20,7 +20,7 @@ from pallas_kernels.quantized_matmul.repack import from_awq, from_gptq
 from pallas_kernels.quantized_matmul.weights import LEVELS, ROW_LEVELS, Int4Weights, Int8Weights
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
-CI_CASES = [case for case in CASES if "ci" in case.tags]
+CI_CASES = [case for case in CASES if "ci" in case.tags and case.kind in ("int8", "int4", "fp8")]  # others: test_quantized_groups.py
 HAS_COMPILER = build.compiler() is not None
 # mosaic_gpu is in test_quantized_mosaic.py
 IMPLEMENTATIONS = [name for name in OP.implementations if name != "mosaic_gpu" and (name != "cpu" or HAS_COMPILER)]
@@ -289,6 +289,15 @@ def test_bfloat16_rows_are_quantized_as_their_float32_selves() -> None:
 def test_with_a_compiler_the_native_kernels_are_there() -> None:
     found = native.library()
     assert (found.missing is None) == HAS_COMPILER, found.missing
-    few, many = (jax.jit(quantized_matmul).lower(np.zeros((rows, 131), np.float32), _INT8).as_text() for rows in (8, 9))
+    most = cpu.max_rows()
+    assert most >= (8 if HAS_COMPILER else 0)
+    few, many = (jax.jit(quantized_matmul).lower(np.zeros((rows, 131), np.float32), _INT8).as_text() for rows in (8, 64))
+    assert ("jaxpaged_int8_matmul" in few) == HAS_COMPILER
+    assert ("jaxpaged_int8_matmul" in many) == (most >= 64)
+
+
+def test_more_rows_than_pay_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "max_rows", lambda: 12)
+    few, many = (jax.jit(quantized_matmul).lower(np.zeros((rows, 131), np.float32), _INT8).as_text() for rows in (12, 13))
     assert ("jaxpaged_int8_matmul" in few) == HAS_COMPILER
     assert "jaxpaged_int8_matmul" not in many

@@ -11,12 +11,12 @@
 
 namespace {
 
-using jaxpaged::Instructions;
+using jaxpaged::int8::Path;
 
-void require(bool holds, const char* what, int64_t rows, int64_t num_in, int64_t num_out, Instructions instructions) {
+void require(bool holds, const char* what, int64_t rows, int64_t num_in, int64_t num_out, Path path) {
   if (holds) return;
-  std::printf("%s: %ld rows, %ld in, %ld out, instructions %d\n", what, static_cast<long>(rows), static_cast<long>(num_in),
-              static_cast<long>(num_out), static_cast<int>(instructions));
+  std::printf("%s: %ld rows, %ld in, %ld out, path %d\n", what, static_cast<long>(rows), static_cast<long>(num_in),
+              static_cast<long>(num_out), static_cast<int>(path));
   std::exit(1);
 }
 
@@ -34,7 +34,7 @@ uint16_t narrowed(float number) {
 }
 
 template <typename Number>
-void check_int8(Instructions instructions, int64_t num_rows, int64_t num_in, int64_t num_out, int64_t num_threads) {
+void check_int8(Path path, int64_t num_rows, int64_t num_in, int64_t num_out, int64_t num_threads) {
   std::mt19937 random(num_rows * 7919 + num_in * 31 + num_out);
   std::normal_distribution<float> normal;
   std::vector<Number> x(num_rows * num_in);
@@ -48,7 +48,7 @@ void check_int8(Instructions instructions, int64_t num_rows, int64_t num_in, int
     for (int64_t i = 0; i < num_in; ++i) x[3 * num_in + i] = narrowed<Number>(0.0f);
   {
     PlainThreads threads(num_threads);
-    jaxpaged::int8::matmul(threads, instructions, x.data(), num_rows, {values.data(), scales.data(), num_out, num_in}, out.data());
+    jaxpaged::int8::matmul(threads, path, x.data(), num_rows, {values.data(), scales.data(), num_out, num_in}, out.data());
   }
   for (int64_t r = 0; r < num_rows; ++r) {
     float peak = 0;
@@ -56,7 +56,7 @@ void check_int8(Instructions instructions, int64_t num_rows, int64_t num_in, int
     for (int64_t o = 0; o < num_out; ++o) {
       const float got = out[r * num_out + o];
       if (std::isinf(peak)) {
-        require(std::isnan(got), "an infinity is lost", num_rows, num_in, num_out, instructions);
+        require(std::isnan(got), "an infinity is lost", num_rows, num_in, num_out, path);
         continue;
       }
       int64_t high = 0, low = 0;
@@ -68,7 +68,7 @@ void check_int8(Instructions instructions, int64_t num_rows, int64_t num_in, int
       }
       const float expected =
           (static_cast<float>(high) * 128 + static_cast<float>(low)) * scales[o] * (peak * static_cast<float>(1 / 16256.0));
-      require(got == expected, "another number", num_rows, num_in, num_out, instructions);
+      require(got == expected, "another number", num_rows, num_in, num_out, path);
     }
   }
 }
@@ -78,15 +78,15 @@ void check_int8(Instructions instructions, int64_t num_rows, int64_t num_in, int
 int main() {
   const int64_t sizes[][3] = {{0, 5, 3},   {1, 1, 1},    {1, 7, 5},     {2, 64, 4},   {3, 65, 63},  {4, 63, 9},
                               {5, 128, 17}, {6, 131, 37}, {7, 200, 130}, {13, 15, 66}, {37, 193, 97}, {70, 16, 33}};
-  for (const auto instructions : {Instructions::kPortable, Instructions::kAvx2, Instructions::kAvx512Vnni}) {
-    if (instructions > jaxpaged::best_instructions()) continue;
+  for (const auto path : {Path::kPortable, Path::kAvx2, Path::kAvx512Vnni, Path::kAmx}) {
+    if (path > jaxpaged::int8::best_path()) continue;
     for (const auto& size : sizes) {
       for (const int64_t threads : {1, 3}) {
-        check_int8<float>(instructions, size[0], size[1], size[2], threads);
-        check_int8<uint16_t>(instructions, size[0], size[1], size[2], threads);
+        check_int8<float>(path, size[0], size[1], size[2], threads);
+        check_int8<uint16_t>(path, size[0], size[1], size[2], threads);
       }
     }
   }
-  std::printf("best instructions: %d; all equal\n", static_cast<int>(jaxpaged::best_instructions()));
+  std::printf("best path: %d; all equal\n", static_cast<int>(jaxpaged::int8::best_path()));
   return 0;
 }
