@@ -24,7 +24,6 @@ def test_the_start_says_what_it_took_and_why_not_the_others(tiny_folder: Path, p
         assert started.attention == best
         assert started.kernels == (
             f"dense_matmul {best}",
-            "dense_matmul_of_many_rows xla",
             "kv_write xla",
             f"paged_attention {best}",
         )
