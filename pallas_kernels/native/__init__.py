@@ -11,7 +11,7 @@ import jax
 
 from pallas_kernels.native.build import Library, find_or_build
 
-TARGETS = ("jaxpaged_int8_matmul", "jaxpaged_paged_attention", "jaxpaged_dense_matmul")
+TARGETS = ("jaxpaged_int8_matmul", "jaxpaged_paged_attention", "jaxpaged_dense_matmul", "jaxpaged_grouped_matmul")
 """Symbols of the library, and names of the custom calls."""
 
 
