@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels, `*/cpu.cc` of this package, into one library beside this file.
+"""Compiles the CPU kernels, `*/*.cc` of this package, into one library beside this file.
 
     python pallas_kernels/native/build.py
 
@@ -76,7 +76,7 @@ def find_or_build() -> Library:
 
 def _compile(compiler: str, headers: Path, made: Path) -> None:
     is_gcc = "clang" not in subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
-    units = [str(source) for source in sources() if source.suffix == ".cc" and source.name == "cpu.cc"]
+    units = [str(source) for source in sources() if source.suffix == ".cc"]
     command = [compiler, *FLAGS, *(GCC_FLAGS if is_gcc else ()), "-isystem", str(headers), *units, "-o", str(made)]
     subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
 
