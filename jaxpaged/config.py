@@ -12,7 +12,7 @@ from msgspec import Meta
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 REDACTED = "***"
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 """Values of `model.quantization` besides none."""
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
@@ -68,7 +68,10 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     quantization: Annotated[
         str | None,
-        _doc("int8: weights of linear maps, embedding and head, with one scale an output channel; none: weights as `dtype` says"),
+        _doc(
+            "of linear maps, embedding and head; int8: one scale an output channel; int4: one a group of 32 inputs, GGUF's Q4_0, Q4_1 and "
+            "Q8_0 as they are; none: weights as `dtype` says"
+        ),
     ] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0
@@ -159,7 +162,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     dense_matmul: Annotated[
         Literal["reference", "xla", "cpu"] | None,
-        _doc("of linear maps with float weights, at most 16 rows of float32; none: the best for model and device"),
+        _doc("of linear maps with float weights; none: the best for model and device"),
     ] = None
     rms_norm: Annotated[
         Literal["reference", "xla", "cpu"] | None, _doc("of root mean square normalization; none: the best for model and device")
@@ -399,6 +402,7 @@ ALIASES: dict[str, str] = {
     "ssl_keyfile": "server.ssl_keyfile",
     "allowed_origins": "server.allowed_origins",
     "shutdown_timeout": "server.drain_timeout_s",
+    "profile": "server.profile_dir",
     "otlp_traces_endpoint": "tracing.otlp_endpoint",
 }
-"""vLLM's names (as Python arguments; flags use dashes) -> path in the tree."""
+"""vLLM's names (as Python arguments; flags use dashes), and `profile`, which other commands have too -> path in the tree."""

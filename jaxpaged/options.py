@@ -158,8 +158,8 @@ def validate(config: Config) -> None:
         (
             config.model.quantization not in (None, *QUANTIZATIONS),
             "model.quantization",
-            f"quantization {config.model.quantization!r} is not served yet, only {', '.join(QUANTIZATIONS)} is; leave it out (GGUF files "
-            "are dequantized while loading)",
+            f"quantization {config.model.quantization!r} is not served yet, only {', '.join(QUANTIZATIONS)} are; leave it out (GGUF files "
+            "are dequantized while loading, and int4 keeps what is in them)",
         ),
         (
             config.model.trust_remote_code,

@@ -245,6 +245,7 @@ def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str
         {"trust_remote_code": False},
         {"quantization": None},
         {"quantization": "int8"},
+        {"quantization": "int4"},
         {"tensor_parallel_size": 2},
         {"max_logprobs": 0},
         {"max_model_len": "auto"},

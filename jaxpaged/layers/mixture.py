@@ -16,6 +16,7 @@ from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import GatedMLP
 from jaxpaged.layers.shards import EXPERT, TENSOR_AXES, add_up, first_of_part
 from jaxpaged.layers.stack import OfLayer, WholeStack
+from jaxpaged.stages import stage
 from pallas_kernels.gated_product import gated_product
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -104,6 +105,7 @@ class MixtureMLP(nnx.Module):
         self.shared_gate = None if mixture.shared_ffw is None else Linear(embed, 1, dtype)
         self.mixture = mixture
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"], num_live: Int32[Array, ""]) -> Float[Array, "tokens embed"]:
         """Tokens from `num_live` on are padding."""
         routing = route(self.router(x), self.mixture.experts_per_token, renormalizes=self.mixture.renormalizes)

@@ -6,7 +6,9 @@ from jaxtyping import Array, Float
 
 from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.layers.linear import Linear
+from jaxpaged.stages import stage
 from pallas_kernels.gated_product import ACTIVATIONS, gated_product
+
 
 def known_activation(name: str) -> str:
     """The name itself. Raises UnsupportedModelError for one that is not in `ACTIVATIONS`."""
@@ -24,9 +26,11 @@ class GatedMLP(nnx.Module):
         self.down = Linear(ffw, embed, dtype)
         self.activation = activation
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(self._inner(x))
 
+    @stage("mlp")
     def own_part(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         """As `Linear.own_part`, to be added up over `down.cut_over`."""
         return self.down.own_part(self._inner(x))
@@ -44,5 +48,6 @@ class MLP(nnx.Module):
         self.down = Linear(ffw, embed, dtype, has_bias=True)
         self.activation = activation
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(ACTIVATIONS[self.activation](self.up(x)))

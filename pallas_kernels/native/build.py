@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels, `*/cpu.cc` of this package, into one library beside this file.
+"""Compiles the CPU kernels, `*/*.cc` of this package, into one library beside this file.
 
     python pallas_kernels/native/build.py
 
@@ -79,8 +79,8 @@ def _compile(compiler: str, headers: Path, made: Path) -> None:
     """Each unit by itself, as many at once as there are processors, and then all of them into `made`."""
     is_gcc = "clang" not in subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     command = [compiler, *FLAGS, *(GCC_FLAGS if is_gcc else ())]
-    units = [source for source in sources() if source.name == "cpu.cc"]
-    objects = [str(made.parent / f"{unit.parent.name}.o") for unit in units]
+    units = [source for source in sources() if source.suffix == ".cc"]
+    objects = [str(made.parent / f"{unit.parent.name}-{unit.stem}.o") for unit in units]
 
     def run(arguments: list[str]) -> None:
         subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)

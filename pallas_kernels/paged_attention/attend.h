@@ -9,8 +9,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
+#include "../native/amx.h"
 #include "../native/instructions.h"
 #include "../native/numbers.h"
 #include "../native/parallel.h"
@@ -142,11 +144,33 @@ struct Scratch {
 #pragma clang attribute pop
 #endif
 
+#if defined(JAXPAGED_AMX) && defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,amx-tile,amx-bf16"))), apply_to = function)
+#include "attend_amx.h"
+#pragma clang attribute pop
+#elif defined(JAXPAGED_AMX)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,amx-tile,amx-bf16,prefer-vector-width=512")
+#include "attend_amx.h"
+#pragma GCC pop_options
+#endif
+
 namespace jaxpaged {
 namespace attention {
 
+// Matrix tiles can be used beside the best vectors; it is found out once.
+inline bool has_tiles() {
+#if defined(JAXPAGED_AMX)
+  static const bool has = instructions() == Instructions::kAvx512Vnni && __builtin_cpu_supports("avx512bf16") && amx_is_allowed();
+  return has;
+#else
+  return false;
+#endif
+}
+
+// `with_tiles`: bfloat16 rows over bfloat16 pages take matrix tiles; only where `has_tiles`.
 template <typename Query, typename Page>
-void attend(Threads& threads, Instructions instructions, const Call<Query, Page>& call) {
+void attend(Threads& threads, Instructions instructions, bool with_tiles, const Call<Query, Page>& call) {
   const int64_t width = call.kv_heads * call.heads_per_kv_head * call.head_dim;
   const int64_t tokens_of_tile = std::max<int64_t>(1, kTileRows / call.heads_per_kv_head);
   std::vector<Tile> tiles;
@@ -161,8 +185,12 @@ void attend(Threads& threads, Instructions instructions, const Call<Query, Page>
     }
   }
   std::memset(static_cast<void*>(call.out + live * width), 0, (call.tokens - live) * width * sizeof(Query));
-  for_chunks(threads, tiles.size(), [&tiles, &call, instructions](int64_t chunk) {
+  for_chunks(threads, tiles.size(), [&tiles, &call, instructions, with_tiles](int64_t chunk) {
     static thread_local Scratch scratch;
+#if defined(JAXPAGED_AMX)
+    if constexpr (std::is_same_v<Query, BFloat16> && std::is_same_v<Page, BFloat16>)
+      if (with_tiles) return amx::attend_tile(call, tiles[chunk], scratch);
+#endif
     switch (instructions) {
 #if defined(JAXPAGED_TILES_OF_X86)
       case Instructions::kAvx512Vnni: return avx512::attend_tile(call, tiles[chunk], scratch);

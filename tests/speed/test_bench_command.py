@@ -74,7 +74,7 @@ def test_the_line_is_also_written_to_a_file(tmp_path: Any) -> None:
         (["throughput", "--max-concurrency", "3"], "--max-concurrency belongs to bench serve, not to bench throughput"),
         (["static", "--workload", "b1"], "--workload belongs to bench throughput and latency and serve"),
         (["static", "--max-num-seqs", "4"], "bench static sets its engines up itself and takes no --max-num-seqs"),
-        (["serve", "--max-num-seqs", "4"], "bench serve starts no engine: --max-num-seqs belongs to the server's own command line"),
+        (["serve", "--max-num-seqs", "4"], "bench serve starts no engine: --max-num-seqs belongs to the command that does"),
         (["latency", "--num-iters", "0"], "--num-iters must be at least 1, got 0"),
         (["startup", "--num-iters-cold", "-1"], "--num-iters-cold must be at least 0, got -1"),
         (["serve", "--extra-body", "[1]"], "--extra-body takes a JSON object, got '[1]'"),
