@@ -14,7 +14,7 @@ from jaxpaged.config import LogprobsMode
 from jaxpaged.kernel_choice import ToldChoices, kernel_error, told_choices
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
-from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
+from jaxpaged.logprobs import StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.pooling import keep_sums, pool_rows
@@ -76,7 +76,7 @@ class DeviceState(NamedTuple):
     pooled: Float[Array, "slots embed"]
 
 
-for kind in (DeviceState, KVCache, SlotRows, StepResult, LogprobRows):
+for kind in (DeviceState, KVCache, SlotRows, StepResult):
     serialized_as(kind, serialized_name=f"jaxpaged.{kind.__name__}")
 
 
