@@ -20,14 +20,19 @@ Axes (every annotated array of the project uses these words and no others):
     rows        rows of anything that sequences or tokens were gathered into
     blocks      tiles of work inside a kernel
     slots       places of running sequences in the device's state
-    groups      KV groups: layers that share page tables
+    groups      KV groups: layers that share page tables; of a linear map, 32 inputs that share a scale
     chunk       positions that a kernel walks at once
     banned      token ids that a row may not choose
     top         likeliest ids of a row
     in          inputs of a linear map
     out         outputs of a linear map
+    tiles       groups of 16 outputs of a linear map, side by side in memory
+    lanes       outputs of a tile
+    packed      bytes of a tile's weights of one group of inputs
     half        bytes of packed pairs of 4-bit weights: half the inputs
     blob        numbers of a packed step
+    places      whatever one counts
+    columns     numbers of a row that lie side by side, whatever they mean
 
 Everything a step needs travels to the device as one int32 array, the blob (`StepPacker` fills it); the step program takes it
 apart (`unpack`).

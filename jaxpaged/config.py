@@ -12,7 +12,7 @@ from msgspec import Meta
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 REDACTED = "***"
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 """Values of `model.quantization` besides none."""
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
@@ -68,7 +68,10 @@ class ModelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     quantization: Annotated[
         str | None,
-        _doc("int8: weights of linear maps, embedding and head, with one scale an output channel; none: weights as `dtype` says"),
+        _doc(
+            "of linear maps, embedding and head; int8: one scale an output channel; int4: one a group of 32 inputs, GGUF's Q4_0, Q4_1 and "
+            "Q8_0 as they are; none: weights as `dtype` says"
+        ),
     ] = None
     chat_template: Annotated[str | None, _doc("file with a Jinja chat template, or the template itself")] = None
     template_timeout_s: Annotated[float, _doc("seconds that the chat template may take for one conversation", gt=0, le=60)] = 2.0
@@ -150,7 +153,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         _doc("of attention over the page pool; none: the best for model and device"),
     ] = None
     kv_write: Annotated[
-        Literal["reference", "xla", "mosaic_gpu"] | None,
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None,
         _doc("of rotary embedding and the write of new keys and values; none: the best for model and device"),
     ] = None
     quantized_matmul: Annotated[
@@ -159,10 +162,17 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     dense_matmul: Annotated[
         Literal["reference", "xla", "cpu"] | None,
-        _doc("of linear maps with float weights, at most 16 rows of float32; none: the best for model and device"),
+        _doc("of linear maps with float weights; none: the best for model and device"),
+    ] = None
+    rms_norm: Annotated[
+        Literal["reference", "xla", "cpu"] | None, _doc("of root mean square normalization; none: the best for model and device")
+    ] = None
+    gated_product: Annotated[
+        Literal["reference", "xla", "cpu"] | None,
+        _doc("of activations times rows in gated feed-forward blocks; none: the best for model and device"),
     ] = None
     grouped_matmul: Annotated[
-        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None
 
 
@@ -354,44 +364,3 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
-
-
-ALIASES: dict[str, str] = {
-    "model": "model.model",
-    "tokenizer": "model.tokenizer",
-    "revision": "model.revision",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "load_format": "model.load_format",
-    "quantization": "model.quantization",
-    "chat_template": "model.chat_template",
-    "generation_config": "model.generation_config",
-    "seed": "model.seed",
-    "hf_token": "model.hf_token",
-    "offline": "model.offline",
-    "trust_remote_code": "model.trust_remote_code",
-    "block_size": "cache.page_size",
-    "kv_cache_memory_bytes": "cache.memory",
-    "kv_cache_dtype": "cache.dtype",
-    "enable_prefix_caching": "cache.enable_prefix_caching",
-    "gpu_memory_utilization": "cache.gpu_memory_utilization",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-    "async_scheduling": "scheduler.async_scheduling",
-    "max_num_queued_reqs": "scheduler.max_num_queued_requests",
-    "max_num_queued_tokens": "scheduler.max_num_queued_tokens",
-    "enforce_eager": "compilation.enforce_eager",
-    "tensor_parallel_size": "parallel.tensor_parallel_size",
-    "max_logprobs": "sampling.max_logprobs",
-    "logprobs_mode": "sampling.logprobs_mode",
-    "host": "server.host",
-    "port": "server.port",
-    "api_key": "server.api_key",
-    "served_model_name": "server.served_model_name",
-    "ssl_certfile": "server.ssl_certfile",
-    "ssl_keyfile": "server.ssl_keyfile",
-    "allowed_origins": "server.allowed_origins",
-    "shutdown_timeout": "server.drain_timeout_s",
-    "otlp_traces_endpoint": "tracing.otlp_endpoint",
-}
-"""vLLM's names (as Python arguments; flags use dashes) -> path in the tree."""

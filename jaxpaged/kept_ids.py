@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxpaged.batch import SamplingRows
 from jaxpaged.counted_loops import counted_loop
+from jaxpaged.exact_counts import count
 from jaxpaged.largest_logits import Largest
 from pallas_kernels.gpu_target import platform
 
@@ -84,7 +85,7 @@ def kept_by_largest(logits: Float[Array, "rows vocab"], largest: Largest, rows: 
         )
 
     total = lax.cond(jnp.any(wanted & has_p & goes_on & is_k_known), mass_of_all, lambda _: mass[:, -1], logits)
-    num_needed = jnp.sum(mass < (rows.top_p * total)[:, None], axis=-1)
+    num_needed = count(mass < (rows.top_p * total)[:, None])
     p_in_top = jnp.take_along_axis(weights, jnp.clip(num_needed, 0, num_top - 1)[:, None], axis=1)[:, 0]
     # All that is kept may lie within the top although rounding leaves its sum a little short of what is wanted.
     is_known = is_k_known & (~has_p | (num_needed < num_top) | ~goes_on)
@@ -94,26 +95,31 @@ def kept_by_largest(logits: Float[Array, "rows vocab"], largest: Largest, rows: 
 
 
 def search_kept(
-    scaled: Float[Array, "rows vocab"], so_far: KeptByLargest, top_k: Int32[Array, "rows"], top_p: Float[Array, "rows"]
+    scaled: Float[Array, "rows vocab"],
+    so_far: Kept,
+    is_known: Bool[Array, "rows"],
+    top_k: Int32[Array, "rows"],
+    top_p: Float[Array, "rows"],
 ) -> tuple[Kept, Float[Array, "rows vocab"]]:
     """What rows keep, over the whole vocabulary, and the weights of that; each row by itself, whatever the others are.
 
     Args:
         scaled: see `scale`.
-        so_far: what is known of these rows.
+        so_far: `KeptByLargest.kept` of these rows.
+        is_known: likewise.
         top_k: as in `kept_by_largest`.
         top_p: likewise.
     """
     vocab = scaled.shape[1]
-    wants_k = ~so_far.is_known & (top_k > 0) & (top_k < vocab)
-    wants_p = ~so_far.is_known & (top_p < 1)
+    wants_k = ~is_known & (top_k > 0) & (top_k < vocab)
+    wants_p = ~is_known & (top_p < 1)
     low = lax.cond(
         jnp.any(wants_k),
-        lambda scaled: jnp.where(wants_k, jnp.maximum(so_far.kept.low, _kth_largest(scaled, top_k)), so_far.kept.low),
-        lambda _: so_far.kept.low,
+        lambda scaled: jnp.where(wants_k, jnp.maximum(so_far.low, _kth_largest(scaled, top_k)), so_far.low),
+        lambda _: so_far.low,
         scaled,
     )
-    kept = Kept(low, so_far.kept.weight)
+    kept = Kept(low, so_far.weight)
     # Written once: the search reads it again and again.
     weights = lax.optimization_barrier(kept.weights(scaled))
 
@@ -174,20 +180,17 @@ def _kth_largest(scaled: Float[Array, "rows vocab"], top_k: Int32[Array, "rows"]
     ordered = lax.optimization_barrier(_ordered_bits(scaled))
 
     def is_enough(candidates: Array) -> Array:
-        count = _sum_of_slices(ordered, lambda part: (part[:, None] >= candidates[:, :, None]).astype(jnp.int32))
-        return count >= top_k[:, None]
+        # Counts as floats, which are exact here, are the same sums to XLA as those of weights.
+        return _sum_of_slices(ordered, lambda part: (part[:, None] >= candidates[:, :, None]).astype(jnp.float32)) >= top_k[:, None]
 
     return _from_ordered_bits(_last_that_has(is_enough, scaled.shape[0], 32))
 
 
 def _mass_edge(weights: Float[Array, "rows vocab"], wanted: Float[Array, "rows"]) -> Float[Array, "rows"]:
     """The largest weight such that ids of that weight and more have the mass that is wanted. Floats of one sign are ordered like bits."""
-    bits = lax.bitcast_convert_type(weights, jnp.uint32)
 
     def is_enough(candidates: Array) -> Array:
-        def terms(part: Array) -> Array:
-            return jnp.where(part[:, None] >= candidates[:, :, None], lax.bitcast_convert_type(part, jnp.float32)[:, None], 0)
-
-        return _sum_of_slices(bits, terms) >= wanted[:, None]
+        edges = lax.bitcast_convert_type(candidates, jnp.float32)[:, :, None]
+        return _sum_of_slices(weights, lambda part: jnp.where(part[:, None] >= edges, part[:, None], 0)) >= wanted[:, None]
 
     return lax.bitcast_convert_type(_last_that_has(is_enough, weights.shape[0], _WEIGHT_BITS), jnp.float32)

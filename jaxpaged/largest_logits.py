@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxpaged.exact_counts import count
+
 NUM_TOP = 128
 """Largest logits looked at before the whole vocabulary is."""
 _ALL_BUT_SIGN = 2**31 - 1
@@ -29,7 +31,7 @@ def block_maxima(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows block
 
 def highest_of(maxima: Float[Array, "rows blocks"]) -> Float[Array, "rows"]:
     """The largest logit of each row; NaN if there is one."""
-    return jnp.where(jnp.any(jnp.isnan(maxima), axis=1), jnp.nan, jnp.max(maxima, axis=1))
+    return jnp.where(count(jnp.isnan(maxima)) > 0, jnp.nan, jnp.max(maxima, axis=1))
 
 
 def find_largest(logits: Float[Array, "rows vocab"], maxima: Float[Array, "rows blocks"]) -> Largest:
@@ -56,8 +58,8 @@ def find_largest(logits: Float[Array, "rows vocab"], maxima: Float[Array, "rows 
 def first_of_the_highest(logits: Float[Array, "rows vocab"], highest: Float[Array, "rows"]) -> Int32[Array, "rows"]:
     """What `argmax` gives, which is slow on CPU."""
     blocks = in_blocks(logits)
-    ids = jnp.arange(blocks.shape[1] * blocks.shape[2], dtype=jnp.int32).reshape(blocks.shape[1:])
-    return jnp.min(jnp.min(jnp.where(blocks == highest[:, None, None], ids, logits.shape[1]), axis=1), axis=1)
+    ids = jnp.arange(blocks.shape[1] * blocks.shape[2], dtype=jnp.float32).reshape(blocks.shape[1:])
+    return jnp.min(jnp.where(blocks == highest[:, None, None], ids, logits.shape[1]), axis=(1, 2)).astype(jnp.int32)
 
 
 def in_blocks(logits: Float[Array, "rows vocab"]) -> Array:

@@ -97,8 +97,14 @@ def describe_model(config: ModelConfig, checkpoint: Checkpoint, *, is_gpu: bool)
     hf_config = _hf_config(checkpoint, load_family(architecture))
     max_model_len = config.max_model_len if isinstance(config.max_model_len, int) else None
     dtype = choose_dtype(config.dtype, checkpoint.native_dtype, is_gpu=is_gpu)
+    family_config = make_config(architecture, hf_config, dtype, max_model_len)
+    eight_bit: tuple[str, ...] = ()
+    if config.quantization == "int4":
+        from jaxpaged.loading.quantize_groups import eight_bit_parameters  # late: other models need none of it
+
+        eight_bit = eight_bit_parameters(checkpoint, load_family(architecture).WEIGHTS, family_config.axis_sizes["layers"])
     description = ModelDescription(
-        facts=facts_of(make_config(architecture, hf_config, dtype, max_model_len), config.quantization),
+        facts=facts_of(family_config, config.quantization, eight_bit),
         hf_config=hf_config,
         max_model_len=max_model_len,
         generation_config=checkpoint.generation_config,
@@ -117,7 +123,7 @@ def with_structure(description: ModelDescription) -> DescribedModel:
     def structure() -> ModelStructure:
         architecture = find_architecture(description.hf_config)
         config = make_config(architecture, description.hf_config, description.facts.dtype, description.max_model_len)
-        return make_structure(load_family(architecture), config, description.facts.quantization)
+        return make_structure(load_family(architecture), config, description.facts.quantization, description.facts.eight_bit)
 
     return DescribedModel(description, structure)
 
@@ -158,6 +164,11 @@ def convert_weights(
     structure = described.structure()
     family, config = structure.family, structure.config
     expected = structure.expected if structure.quantization is None else make_structure(family, config).expected
+    groups = None
+    if structure.quantization == "int4":
+        from jaxpaged.loading.quantize_groups import Groups
+
+        groups = Groups(structure.expected)
     if isinstance(checkpoint, DummyCheckpoint):
         arrays = draw(expected, seed)
     elif isinstance(checkpoint, OrbaxCheckpoint):
@@ -169,10 +180,15 @@ def convert_weights(
             expected,
             config.axis_sizes,
             may_be_unread=_UNREAD,
+            taken={} if groups is None else groups.from_checkpoint(checkpoint),
             num_threads=num_threads,
             on_bytes=on_bytes,
         )
-    return arrays if structure.quantization is None else quantize_weights(arrays, structure.expected)
+    if groups is None:
+        return arrays if structure.quantization is None else quantize_weights(arrays, structure.expected)
+    groups.from_arrays(arrays)
+    arrays |= groups.arrays
+    return {path: arrays[path] for path in structure.expected}
 
 
 def restore_parts(

@@ -96,4 +96,4 @@ class ModelSource:
     def _weight_options(self) -> object:
         # Without the longest text: weights do not depend on it, although rotary positions may.
         facts = self.described.facts
-        return (facts.dtype_name, facts.quantization, msgspec.json.encode(self.described.description.hf_config))
+        return (facts.dtype_name, facts.quantization, facts.eight_bit, msgspec.json.encode(self.described.description.hf_config))

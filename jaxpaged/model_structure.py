@@ -19,6 +19,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         dtype_name: type of weights and activations, as numpy calls it.
         words: the family's config in words, which tell its programs from all others.
         quantization: of the weights of linear maps and embeddings; none: they have the type of activations.
+        eight_bit: parameters that keep eight bits although the quantization is "int4".
     """
 
     vocab: int
@@ -32,6 +33,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype_name: str
     words: str
     quantization: str | None = None
+    eight_bit: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -44,7 +46,7 @@ class ModelStructure(NamedTuple):
 
     Attributes:
         expected: parameter path -> shape and type, in the order of the leaves.
-        quantization: see `ModelFacts`.
+        quantization, eight_bit: see `ModelFacts`.
     """
 
     family: Family
@@ -53,9 +55,10 @@ class ModelStructure(NamedTuple):
     treedef: Any
     expected: dict[str, Any]
     quantization: str | None = None
+    eight_bit: tuple[str, ...] = ()
 
 
-def facts_of(config: Any, quantization: str | None = None) -> ModelFacts:
+def facts_of(config: Any, quantization: str | None = None, eight_bit: tuple[str, ...] = ()) -> ModelFacts:
     """The facts in a family's `Config`."""
     return ModelFacts(
         vocab=config.vocab,
@@ -69,20 +72,21 @@ def facts_of(config: Any, quantization: str | None = None) -> ModelFacts:
         dtype_name=str(config.dtype),
         words=repr((type(config).__module__, config)),
         quantization=quantization,
+        eight_bit=eight_bit,
     )
 
 
-def make_structure(family: Family, config: Any, quantization: str | None = None) -> ModelStructure:
-    """Builds the module tree of shapes alone."""
+def make_structure(family: Family, config: Any, quantization: str | None = None, eight_bit: tuple[str, ...] = ()) -> ModelStructure:
+    """Builds the module tree of shapes alone; raises what `layers.quantized.quantized` does."""
     from flax import nnx  # late: a start that traces nothing needs none of it, and importing it takes half a second
 
     from jaxpaged.layers.quantized import quantized
 
     def make() -> nnx.Module:
         model = family.Model(config)
-        return model if quantization is None else quantized(model)
+        return model if quantization is None else quantized(model, quantization, eight_bit)
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
     leaves, treedef = jax.tree.flatten(state)
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    return ModelStructure(family, config, graphdef, treedef, dict(zip(paths, leaves, strict=True)), quantization)
+    return ModelStructure(family, config, graphdef, treedef, dict(zip(paths, leaves, strict=True)), quantization, eight_bit)

@@ -45,10 +45,13 @@ def parameter_sizes(expected: Mapping[str, ShapeDtype], weights_table: Mapping[s
         weights_table: a family's `WEIGHTS`, whose patterns name the axes; what is not in it is never split.
     """
     axes = {path: tuple(first for first, *_ in axis_words(name, pattern)) for name, (path, pattern) in weights_table.items()}
-    return tuple(
-        ParameterSize(tuple(like.shape), axes.get(path, ("",) * len(like.shape)), str(np.dtype(like.dtype)))
-        for path, like in expected.items()
-    )
+    sizes = []
+    for path, like in expected.items():
+        own = axes.get(path, ())
+        # A matrix in tiles has an axis more than the pattern tells of.
+        words = own if len(own) == len(like.shape) else ("",) * len(like.shape)
+        sizes.append(ParameterSize(tuple(like.shape), words, str(np.dtype(like.dtype))))
+    return tuple(sizes)
 
 
 def mesh_parts(mesh: MeshShape, kv_heads: int) -> dict[str, int]:

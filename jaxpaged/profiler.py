@@ -1,6 +1,8 @@
 """Traces of what the process and its devices do, by JAX's profiler; one at a time."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxpaged.errors import BadRequestError, ConfigError
@@ -29,7 +31,10 @@ class Profiler:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}", param="server.profile_dir") from error
-            jax.profiler.start_trace(folder)
+            options = jax.profiler.ProfileOptions()
+            # Every Python call as an event would make a step's host part several times longer, and the trace as well.
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(folder, profiler_options=options)
             self._folder = folder
 
     def stop(self) -> None:
@@ -54,3 +59,21 @@ class Profiler:
         """Ends a trace that nobody has stopped, and writes it."""
         if self._folder is not None:
             self.stop()
+
+
+@contextmanager
+def traced(folder: Path | None) -> Iterator[None]:
+    """Makes a trace of what runs inside, written below `folder`; None: makes none.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    if folder is None:
+        yield
+        return
+    profiler = Profiler()
+    profiler.start(folder)
+    try:
+        yield
+    finally:
+        profiler.close()

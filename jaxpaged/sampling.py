@@ -7,15 +7,16 @@ token by inverse CDF over block sums; there is no noise over the vocabulary.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxpaged.batch import SamplingRows
 from jaxpaged.counted_loops import counted_loop
-from jaxpaged.kept_ids import Kept, KeptByLargest, kept_by_largest, scale, search_kept
+from jaxpaged.exact_counts import count, first_place, last_place
+from jaxpaged.kept_ids import Kept, kept_by_largest, scale, search_kept
 from jaxpaged.largest_logits import block_maxima, find_largest, first_of_the_highest, highest_of
+from jaxpaged.packed_columns import as_columns, from_columns
 from jaxpaged.request import GREEDY_TEMPERATURE
 from pallas_kernels.gpu_target import platform
 
@@ -26,6 +27,7 @@ MAX_GROUPS = 8
 MAX_GPU_GROUPS = 4
 """On a GPU, which has room for more rows at a time, and a program that grows with the number of groups."""
 CDF_BLOCK = 128
+THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 NO_ID = -1
 """What a row gives whose logits are NaN or all forbidden; the engine ends it with an error."""
 
@@ -35,6 +37,30 @@ class _Choice(NamedTuple):
 
     ids: Int32[Array, "rows"]
     kept: Kept
+
+
+class _Stretch(NamedTuple):
+    """A part of a row's ids, in their order, in which its draw falls.
+
+    `rest`: the sum of weights in it that the draw passes. `first`: the first of the ids, where they are neighbours.
+    """
+
+    weights: Array
+    rest: Array
+    first: Array
+    kept: Kept
+
+
+class _Asked(NamedTuple):
+    """What `_among_all` looks for in a row; few enough for one kernel to put them side by side."""
+
+    highest: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    so_far: Kept
+    is_known: Array
+    draw: Array
 
 
 def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: int) -> Int32[Array, "rows"]:
@@ -82,7 +108,7 @@ def _choosable(logits: Float[Array, "rows vocab"], rows: SamplingRows, num_ids: 
     vocab = logits.shape[1]
     if num_ids < vocab:
         logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
-    return lax.cond(jnp.any(rows.banned_ids < vocab), _ban, lambda logits, _: logits, logits, rows.banned_ids)
+    return lax.cond(jnp.any(count(rows.banned_ids < vocab) > 0), _ban, lambda logits, _: logits, logits, rows.banned_ids)
 
 
 def _ban(logits: Float[Array, "rows vocab"], banned_ids: Int32[Array, "rows banned"]) -> Float[Array, "rows vocab"]:
@@ -98,53 +124,80 @@ def _draw(
     largest = find_largest(logits, maxima)
     by_largest = kept_by_largest(logits, largest, rows, wanted)
     draw = uniform(rows.seed, rows.position)
-    weights = by_largest.kept.weights(scale(largest.values, largest.highest, rows.temperature))
-    ids, weights = lax.sort((largest.ids, weights), num_keys=1)
-    among_largest = _Choice(jnp.take_along_axis(ids, _pick(weights, draw)[:, None], axis=1)[:, 0], by_largest.kept)
-
-    def among_all(logits: Array, rows: SamplingRows, highest: Array, by_largest: KeptByLargest, draw: Array) -> _Choice:
-        kept, weights = search_kept(scale(logits, highest, rows.temperature), by_largest, rows.top_k, rows.top_p)
-        return _Choice(_pick(weights, draw), kept)
-
+    ids, weights = lax.sort((largest.ids, by_largest.kept.weights(scale(largest.values, largest.highest, rows.temperature))), num_keys=1)
     is_wide = wanted & (~by_largest.is_known | by_largest.reaches_beyond)
-    return _for_rows(is_wide, among_all, (logits, rows, largest.highest, by_largest, draw), among_largest)
+    if logits.shape[1] <= CDF_BLOCK:  # the largest are all there are
+        ends = jnp.cumsum(weights, axis=-1)
+        place = _place(weights, ends, draw * ends[:, -1])
+        return _Choice(jnp.take_along_axis(ids, place[:, None], axis=1)[:, 0], by_largest.kept)
+    asked = _Asked(largest.highest, rows.temperature, rows.top_k, rows.top_p, by_largest.kept, by_largest.is_known, draw)
+    nothing = jnp.zeros_like(draw)
+    stretch = _for_rows(is_wide, _among_all, logits, asked, _Stretch(weights, nothing, nothing.astype(jnp.int32), by_largest.kept))
+    # One place for both kinds of rows, so that it is compiled once.
+    ends = jnp.cumsum(stretch.weights, axis=-1)
+    place = _place(stretch.weights, ends, jnp.where(is_wide, stretch.rest, draw * ends[:, -1]))
+    chosen = jnp.where(is_wide, stretch.first + place, jnp.take_along_axis(ids, place[:, None], axis=1)[:, 0])
+    return _Choice(chosen, stretch.kept)
 
 
-def _for_rows(is_wanted: Bool[Array, "rows"], work: Callable[..., _Choice], arrays: tuple, others: _Choice) -> _Choice:
-    """`work` of the rows of `arrays` that want it, group by group; `others` for the rest. Groups without such a row cost nothing."""
+def _among_all(logits: Array, asked: _Asked) -> _Stretch:
+    scaled = scale(logits, asked.highest, asked.temperature)
+    kept, weights = search_kept(scaled, asked.so_far, asked.is_known, asked.top_k, asked.top_p)
+    return _find_block(weights, asked.draw, kept)
+
+
+def _for_rows(
+    is_wanted: Bool[Array, "rows"], work: Callable[[Array, _Asked], _Stretch], logits: Array, asked: _Asked, others: _Stretch
+) -> _Stretch:
+    """`work` of the rows that want it, group by group; `others` for the rest. Groups without such a row cost nothing."""
     num_rows = is_wanted.shape[0]
     size = min(num_rows, max(NUM_FEW, -(-num_rows // (MAX_GPU_GROUPS if platform() == "gpu" else MAX_GROUPS))))
     num_groups = -(-num_rows // size)
     order = jnp.argsort(~is_wanted, stable=True).astype(jnp.int32)
     groups = jnp.pad(order, (0, num_groups * size - num_rows), constant_values=num_rows).reshape(num_groups, size)
+    # As columns of one array a group's parameters are taken, and its results put back, at once.
+    columns, results = as_columns(asked), as_columns(others)
 
-    def of_group(result: _Choice, group: Array, arrays: tuple) -> _Choice:
-        own = work(*jax.tree.map(lambda array: array.at[group].get(mode="clip"), arrays))
-        at = jnp.where(is_wanted.at[group].get(mode="clip"), group, num_rows)
-        return jax.tree.map(lambda result, own: result.at[at].set(own, mode="drop"), result, own)
+    def of_group(results: Array, group: Array, logits: Array, columns: Array) -> Array:
+        rows = jnp.minimum(group, num_rows - 1)
+        own = work(logits.at[rows].get(mode="clip"), from_columns(columns.at[rows].get(mode="clip"), asked))
+        return results.at[jnp.where(is_wanted[rows], group, num_rows)].set(as_columns(own), mode="drop")
 
-    def step(index: Array, result: _Choice) -> _Choice:
+    def step(index: Array, results: Array) -> Array:
         group = lax.dynamic_index_in_dim(groups, index, keepdims=False)
-        return lax.cond(is_wanted[group[0]], of_group, lambda result, *_: result, result, group, arrays)
+        return lax.cond(is_wanted[group[0]], of_group, lambda results, *_: results, results, group, logits, columns)
 
-    return counted_loop(num_groups, step, others)
+    return from_columns(counted_loop(num_groups, step, results), others)
 
 
 def uniform(seed: UInt32[Array, "rows 2"], position: Int32[Array, "rows"]) -> Float[Array, "rows"]:
-    """One number in [0, 1) per row, from its 64-bit seed (low word, high word) and the position of the token to choose."""
+    """One number in [0, 1) per row, from its 64-bit seed (low word, high word) and the position of the token to choose.
 
-    def one(seed: Array, position: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position))
+    It is `jax.random.uniform` of the seed's key with the position folded in. JAX's own loops over the rounds compile to a dozen kernels
+    in every program; written out, the rounds are one.
+    """
+    zero = jnp.zeros_like(position, jnp.uint32)
+    key = _threefry(seed[:, 0], seed[:, 1], zero, position.astype(jnp.uint32))
+    first, second = _threefry(*key, zero, zero)
+    # Between 1 and 2: a mantissa of random bits.
+    return lax.bitcast_convert_type((first ^ second) >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
 
-    return jax.vmap(one)(seed, position)
+
+def _threefry(key_0: Array, key_1: Array, x_0: Array, x_1: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
+    keys = (key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA))
+    x_0, x_1 = x_0 + key_0, x_1 + key_1
+    for group in range(5):
+        for distance in THREEFRY_ROTATIONS[group % 2]:
+            x_0 = x_0 + x_1
+            x_1 = x_0 ^ (x_1 << distance | x_1 >> 32 - distance)
+        x_0, x_1 = x_0 + keys[(group + 1) % 3], x_1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x_0, x_1
 
 
-def _pick(weights: Float[Array, "rows vocab"], draw: Float[Array, "rows"]) -> Int32[Array, "rows"]:
-    """The first id whose running sum passes `draw` of the total: first the block, then the place in it."""
+def _find_block(weights: Float[Array, "rows vocab"], draw: Float[Array, "rows"], kept: Kept) -> _Stretch:
+    """The block of ids in which the running sum passes `draw` of the total."""
     num_rows, vocab = weights.shape
-    if vocab <= CDF_BLOCK:
-        ends = jnp.cumsum(weights, axis=-1)
-        return _place(weights, ends, draw * ends[:, -1])
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % CDF_BLOCK))).reshape(num_rows, -1, CDF_BLOCK)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
@@ -154,15 +207,13 @@ def _pick(weights: Float[Array, "rows vocab"], draw: Float[Array, "rows"]) -> In
     # only blocks with weight are looked at, and the last of them takes what rounding leaves over.
     has_weight = sums > 0
     passes = has_weight & (ends > target[:, None])
-    last_block = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
-    block = jnp.where(jnp.any(passes, axis=-1), jnp.argmax(passes, axis=-1), last_block)
+    first = first_place(passes)
+    block = jnp.where(first < sums.shape[1], first, last_place(has_weight))
     row = jnp.arange(num_rows)
     rest = jnp.maximum(target - (ends[row, block] - sums[row, block]), 0)  # below 0 the first id would come out, weight or not
-    own = blocks[row, block]
-    return (block * CDF_BLOCK).astype(jnp.int32) + _place(own, jnp.cumsum(own, axis=-1), rest)
+    return _Stretch(blocks[row, block], rest, (block * CDF_BLOCK).astype(jnp.int32), kept)
 
 
 def _place(weights: Array, ends: Array, rest: Float[Array, "rows"]) -> Int32[Array, "rows"]:
     """The first place whose running sum passes `rest`; as sums in another order differ in the last bit, never one past all weight."""
-    last = weights.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-    return jnp.minimum(jnp.sum(ends <= rest[:, None], axis=-1), last).astype(jnp.int32)
+    return jnp.minimum(count(ends <= rest[:, None]), last_place(weights > 0))

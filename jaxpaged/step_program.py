@@ -14,11 +14,12 @@ from jaxpaged.config import LogprobsMode
 from jaxpaged.kernel_choice import ToldChoices, kernel_error, told_choices
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
-from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
+from jaxpaged.logprobs import StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
+from jaxpaged.stages import stage
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
 from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedKernelError
@@ -38,7 +39,7 @@ class LoadedModel(NamedTuple):
     @classmethod
     def of(cls, structure: ModelStructure, params: tuple[jax.Array, ...]) -> "LoadedModel":
         """A model whose structure is there already."""
-        return cls(facts_of(structure.config, structure.quantization), lambda: structure, params)
+        return cls(facts_of(structure.config, structure.quantization, structure.eight_bit), lambda: structure, params)
 
     @property
     def family(self) -> Any:
@@ -75,7 +76,7 @@ class DeviceState(NamedTuple):
     pooled: Float[Array, "slots embed"]
 
 
-for kind in (DeviceState, KVCache, SlotRows, StepResult, LogprobRows):
+for kind in (DeviceState, KVCache, SlotRows, StepResult):
     serialized_as(kind, serialized_name=f"jaxpaged.{kind.__name__}")
 
 
@@ -102,7 +103,7 @@ class StepProgram:
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
         # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
         has_native = native.library().missing is None
-        self._fixed = (model.facts.words, model.facts.quantization, has_native, cache_shape, num_ids, logprobs_mode)
+        self._fixed = (model.facts.words, model.facts.quantization, model.facts.eight_bit, has_native, cache_shape, num_ids, logprobs_mode)
         self._traced, self._kernels = traced, kernels
 
     @property
@@ -110,39 +111,53 @@ class StepProgram:
         """Which kernels the programs so far have."""
         return told_choices(self._traced.choices)
 
+    def function(self, layout: BatchLayout) -> Callable[[tuple[jax.Array, ...], DeviceState, jax.Array], tuple[StepResult, DeviceState]]:
+        """The step of a bucket, for tracing."""
+
+        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
+            from flax import nnx  # late: it is needed only where a program is traced
+
+            with stage("unpack"):
+                batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
+            structure = self._structure()
+            model = nnx.merge(structure.graphdef, jax.tree.unflatten(structure.treedef, params))
+            hidden, cache = model(state.cache, batch)
+            rows, targets = batch.sampling, batch.target_slots
+            with stage("head"):
+                logits = model.logits(hidden[batch.sample_tokens])
+            with stage("shape_logits"):
+                shaped = shape_logits(logits, rows, state.slots, targets)
+            with stage("sample"):
+                ids = sample(shaped, rows, self._num_ids)
+            # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
+            wanted = (targets < layout.num_slots) & (rows.num_logprobs >= 0)
+            with stage("logprobs"):
+                of_answers = answer_logprobs(logits, shaped, ids, rows, wanted, self._num_ids, self._logprobs_mode)
+                of_prompts = prompt_logprobs(hidden, batch.scored, model.logits, self._num_ids, self._logprobs_mode)
+            with stage("pool"):
+                pooled = pool_rows(hidden, batch, state.pooled)
+            result = StepResult(ids, of_answers, of_prompts, pooled)
+            with stage("slots"):
+                last_ids = state.last_ids.at[targets].set(ids, mode="drop")
+                counted = count_ids(state.slots, rows, targets, ids)
+                return result, DeviceState(cache, last_ids, counted, keep_sums(state.pooled, batch, pooled))
+
+        # Traces and dumps show programs by this name.
+        step.__name__ = f"step_{layout.num_tokens}"
+        return step
+
     def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
         """Lowers the step for one layout.
 
         Raises:
             ConfigError: a kernel that was asked for does not take this model on this device.
         """
-
-        def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
-            from flax import nnx  # late: it is needed only where a program is traced
-
-            batch = take_ids_from_slots(unpack(blob, layout), state.last_ids)
-            structure = self._structure()
-            model = nnx.merge(structure.graphdef, jax.tree.unflatten(structure.treedef, params))
-            hidden, cache = model(state.cache, batch)
-            rows, targets = batch.sampling, batch.target_slots
-            logits = model.logits(hidden[batch.sample_tokens])
-            shaped = shape_logits(logits, rows, state.slots, targets)
-            ids = sample(shaped, rows, self._num_ids)
-            # A chunk in the middle of a prompt chooses nothing, whatever its request wants of the answer.
-            wanted = (targets < layout.num_slots) & (rows.num_logprobs >= 0)
-            of_answers = answer_logprobs(logits, shaped, ids, rows, wanted, self._num_ids, self._logprobs_mode)
-            of_prompts = prompt_logprobs(hidden, batch.scored, model.logits, self._num_ids, self._logprobs_mode)
-            pooled = pool_rows(hidden, batch, state.pooled)
-            result = StepResult(ids, of_answers, of_prompts, pooled)
-            last_ids = state.last_ids.at[targets].set(ids, mode="drop")
-            counted = count_ids(state.slots, rows, targets, ids)
-            return result, DeviceState(cache, last_ids, counted, keep_sums(state.pooled, batch, pooled))
-
+        step = self.function(layout)
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32, sharding=self._replica and self._replica.whole)
         args, fixed = (self._params, self._state(layout), blob), repr((self._fixed, layout))
         try:
             if self._replica is None:
-                return self._traced.lower(step, args, donate=1, fixed=fixed, kernels=self._kernels)
+                return self._traced.lower(step, args, donate=1, fixed=fixed, name=step.__name__, kernels=self._kernels)
             _, state, _ = specs = jax.tree.map(lambda like: like.sharding.spec, args)
             # What comes out beside the state is the same on every device, as all that it is computed from is: JAX cannot know.
             sharded = jax.shard_map(step, mesh=self._replica.mesh, in_specs=specs, out_specs=(PartitionSpec(), state), check_vma=False)

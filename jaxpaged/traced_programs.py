@@ -50,7 +50,14 @@ class TracedPrograms:
         self.choices: set[Choice] = set()
 
     def lower(
-        self, run: Callable[..., Any], args: tuple[Any, ...], *, donate: int, fixed: str, kernels: Mapping[str, str] = MappingProxyType({})
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        donate: int,
+        fixed: str,
+        name: str = "program",
+        kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> jax.stages.Lowered:
         """Lowers `run(*args)`, tracing it only if no file has it.
 
@@ -59,6 +66,7 @@ class TracedPrograms:
             args: shapes and types of its arguments.
             donate: the argument whose memory the results take over.
             fixed: all that `run` was built from besides packaged source, in words: equal words mean equal programs.
+            name: what traces call it.
             kernels: op -> the implementation that is asked for.
 
         Raises:
@@ -76,7 +84,8 @@ class TracedPrograms:
             if path is not None:
                 _write(path, traced)
         self.choices.update(traced.choices)
-        return jax.jit(traced.program.call, donate_argnums=donate).lower(*args)
+        call = _named(traced.program.call, name)
+        return jax.jit(call, donate_argnums=donate).lower(*args)
 
     def lower_unkept(self, run: Any, args: tuple[Any, ...], *, kernels: Mapping[str, str] = MappingProxyType({})) -> jax.stages.Lowered:
         """Lowers a jitted function that no file can hold, such as one over several devices.
@@ -88,6 +97,14 @@ class TracedPrograms:
             lowered: jax.stages.Lowered = run.lower(*args)
         self.choices.update(choices)
         return lowered
+
+
+def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def named(*args: Any) -> Any:
+        return call(*args)
+
+    named.__name__ = name
+    return named
 
 
 def _file_name(fixed: str, args: tuple[Any, ...], donate: int) -> str:

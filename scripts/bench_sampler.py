@@ -106,7 +106,7 @@ def parts(count: int, vocab: int) -> dict[str, Callable[[], object]]:
         "part: maxima of blocks": compiled(block_maxima, logits),
         "part: the largest 128": compiled(find_largest, logits, maxima),
         "part: what they keep, and the sum over all": compiled(kept_by_largest, logits, largest, rows, jnp.ones(count, bool)),
-        f"part: the search, {few} flat rows": compiled(search_kept, scaled, few_known, of_few.top_k, of_few.top_p),
+        f"part: the search, {few} flat rows": compiled(search_kept, scaled, few_known.kept, few_known.is_known, of_few.top_k, of_few.top_p),
     }
 
 

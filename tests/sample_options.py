@@ -41,6 +41,8 @@ ANOTHER_VALUE: dict[str, tuple[str, Any]] = {
     "kernels.kv_write": ("reference", "reference"),
     "kernels.quantized_matmul": ("xla", "xla"),
     "kernels.dense_matmul": ("xla", "xla"),
+    "kernels.rms_norm": ("xla", "xla"),
+    "kernels.gated_product": ("xla", "xla"),
     "kernels.grouped_matmul": ("xla", "xla"),
     "model.quantization": ("none", None),
     "parallel.tensor_parallel_size": ("2", 2),

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import options
-from jaxpaged.config import ALIASES, REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
+from jaxpaged.config import REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.option_aliases import ALIASES
 from jaxpaged.option_values import parse_size
 from tests.sample_options import ANOTHER_VALUE
 
@@ -245,6 +246,7 @@ def test_what_is_not_served_is_refused_by_name(kwargs: dict[str, Any], part: str
         {"trust_remote_code": False},
         {"quantization": None},
         {"quantization": "int8"},
+        {"quantization": "int4"},
         {"tensor_parallel_size": 2},
         {"max_logprobs": 0},
         {"max_model_len": "auto"},

@@ -15,12 +15,13 @@ from jaxpaged.commands.answers import write_lines
 from jaxpaged.commands.engine_api import MakeEngine
 from jaxpaged.commands.engine_start import add_engine_arguments, make_llm, running_engine, terminal_config
 from jaxpaged.errors import ConfigError
+from jaxpaged.profiler import traced
 
 if TYPE_CHECKING:
     from jaxpaged.bench.outcomes import Outcome
     from jaxpaged.bench.workloads import Job
 
-KINDS = ("throughput", "latency", "startup", "serve", "static")
+KINDS = ("throughput", "latency", "startup", "serve", "static", "profile")
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_WORKLOAD = {"throughput": "mixed16", "serve": "mixed16", "latency": "b1"}
 MAX_SHOWN_ERRORS = 5
@@ -47,6 +48,7 @@ FLAGS = {
     "extra_body": ("serve",),
     "stop_at_eos": ("serve",),
     "static_batch": ("static",),
+    "profile": ("throughput",),
 }
 """Which kinds a flag means something to."""
 
@@ -54,7 +56,8 @@ FLAGS = {
 def add_arguments(parser: Parser) -> None:
     """See `commands`. Names and meanings are those of `vllm bench` where it has the same."""
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=f"what to measure: {', '.join(KINDS)}")
-    parser.add_argument("url", nargs="?", metavar="URL", help=f"of serve: any OpenAI server (default: {DEFAULT_URL})")
+    shown = f"of serve: any OpenAI server (default: {DEFAULT_URL}); of profile: a folder with a trace"
+    parser.add_argument("url", nargs="?", metavar="URL", help=shown)
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", "--dataset-name", metavar="NAME", help="b1, mixedN, prefixN, batchN, lognormalN or randomN")
     work.add_argument("--workload-seed", type=integer, metavar="N", help="seed of prompts, lengths and arrivals (default: 0)")
@@ -72,6 +75,7 @@ def add_arguments(parser: Parser) -> None:
     told = parser.add_argument_group("figures")
     told.add_argument("--goodput", nargs="+", metavar="NAME:MS", help="also count the requests that keep these: ttft:200 tpot:50")
     told.add_argument("--metric-percentiles", metavar="P,P", help="percentiles to tell (default: 99)")
+    told.add_argument("--profile", metavar="FOLDER", help="of throughput: write a trace there, and tell where a step's time goes")
     told.add_argument("--output-json", "--save-result", metavar="FILE", help="also write the JSON line to this file")
     asked = parser.add_argument_group("requests of serve")
     asked.add_argument("--endpoint", choices=("completions", "chat"), help="completions send token ids, chat about as many words")
@@ -85,8 +89,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, make: MakeEngine = make_llm) -> int:
     """See `commands`. Status 1: 1 % of the requests failed."""
     _check_flags(args)
-    measured = {"throughput": _throughput, "latency": _latency, "startup": _startup, "serve": _serve, "static": _static}[args.kind]
-    text, result, status = measured(args, make)
+    kinds = {"throughput": _throughput, "latency": _latency, "startup": _startup, "serve": _serve, "static": _static, "profile": _profile}
+    text, result, status = kinds[args.kind](args, make)
     line = json.dumps({"benchmark": args.kind, **result})
     write_lines(sys.stdout, [text, line])
     if args.output_json:
@@ -111,11 +115,11 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name in ("num_warmups", "num_iters_cold"):
         if vars(args)[name] is not None and vars(args)[name] < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {vars(args)[name]}")
-    if args.url is not None and args.kind != "serve":
+    if args.url is not None and args.kind not in ("serve", "profile"):
         raise ConfigError(f"a URL belongs to bench serve, not to bench {args.kind}")
-    options = sorted(path for path in args.overrides if args.kind == "serve" and path != "model.model")
+    options = sorted(path for path in args.overrides if args.kind == "profile" or (args.kind == "serve" and path != "model.model"))
     if options:
-        raise ConfigError(f"bench serve starts no engine: {args.overrides[options[0]][0]} belongs to the server's own command line")
+        raise ConfigError(f"bench {args.kind} starts no engine: {args.overrides[options[0]][0]} belongs to the command that does")
 
 
 def _jobs(args: argparse.Namespace, vocab_size: int) -> "list[Job]":
@@ -127,15 +131,22 @@ def _jobs(args: argparse.Namespace, vocab_size: int) -> "list[Job]":
     given = {name: value for name, value in lengths.items() if value is not None}
     if not 0 <= given.get("spread", 0) <= 1:
         raise ConfigError(f"--random-range-ratio must be in 0 to 1, got {args.random_range_ratio}")
-    name = args.workload or ("random" if given else DEFAULT_WORKLOAD[args.kind])
+    name = _workload(args)
     if given and not name.startswith("random"):
         raise ConfigError(f"lengths are given for a random workload, and {name} has its own")
-    if args.num_prompts is not None:
-        name = f"{name.rstrip('0123456789') if name != 'b1' else 'batch'}{args.num_prompts}"
     seed = args.workload_seed or 0
     jobs = make_workload(name, seed=seed, vocab_size=vocab_size, lengths=Lengths(**given))
     rate = math.inf if args.request_rate is None else args.request_rate
     return arriving(jobs, rate, burstiness=1.0 if args.burstiness is None else args.burstiness, seed=seed)
+
+
+def _workload(args: argparse.Namespace) -> str:
+    """Its name, with the number of requests that is asked for."""
+    has_lengths = any(value is not None for value in (args.random_input_len, args.random_output_len, args.random_range_ratio))
+    name: str = args.workload or ("random" if has_lengths else DEFAULT_WORKLOAD[args.kind])
+    if args.num_prompts is None:
+        return name
+    return f"{name.rstrip('0123456789') if name != 'b1' else 'batch'}{args.num_prompts}"
 
 
 def _vocab_size(llm: Any) -> int:
@@ -167,7 +178,9 @@ def _summed(
     errors = sorted({outcome.error for outcome in outcomes if outcome.error})
     for error in errors[:MAX_SHOWN_ERRORS]:
         sys.stderr.write(f"failed: {error}\n")
-    return "\n".join([text, *lines]), {**extra, **made, "request_rate": None if math.isinf(rate) else rate}, int(has_failed(outcomes))
+    # "inf", as vLLM writes it: JSON has no such number.
+    arrivals = {"request_rate": "inf" if math.isinf(rate) else rate, "burstiness": 1.0 if args.burstiness is None else args.burstiness}
+    return "\n".join([text, *lines]), {**extra, **arrivals, **made}, int(has_failed(outcomes))
 
 
 def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
@@ -190,18 +203,18 @@ def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
             first = jobs[index % len(jobs)]
             in_process.run(engine, [Job(f"warm-up {index}", first.prompt, first.num_output)])
         engine.reset_prefix_cache()
-        begun_s = time.perf_counter()
-        with _bar(len(jobs)) as on_done:
+        folder = None if args.profile is None else Path(args.profile)
+        with traced(folder), _bar(len(jobs)) as on_done:
+            begun_s = time.perf_counter()
             outcomes = in_process.run(engine, jobs, on_done=on_done)
-        seconds = time.perf_counter() - begun_s
+            seconds = time.perf_counter() - begun_s
         least_s = floor.least_seconds(in_process.work_of(facts.started, jobs), machine)
-        extra = {
+        extra: dict[str, Any] = {
             "model": facts.started.model,
             "dtype": facts.started.dtype,
             "quantization": facts.started.quantization or None,
-            "workload": args.workload,
-            "elapsed_time": seconds,
-            "num_requests": len(jobs),
+            "workload": _workload(args),
+            **in_process.throughput(outcomes, seconds),
             "memory_bytes_per_s": machine.bandwidth,
             "flops_per_s": machine.flops,
             "floor_s": least_s,
@@ -213,6 +226,9 @@ def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
         f"{'Least time on this machine (s):':<40} {least_s:.2f}",
         f"{'Share of the floor:':<40} {least_s / seconds:.1%}",
     ]
+    if folder is not None:
+        text, extra["profile"] = _stages(folder)
+        lines += ["", text]
     return _summed(args, outcomes, seconds, extra, lines)
 
 
@@ -243,7 +259,7 @@ def _latency(args: argparse.Namespace, make: MakeEngine) -> Measured:
     told = {f"{percentile:g}": float(np.percentile(took_s, percentile)) for percentile in percentiles}
     lines = [f"Avg latency: {np.mean(took_s):.3f} seconds", f"Median latency: {np.median(took_s):.3f} seconds"]
     lines += [f"{name}% percentile latency: {seconds:.3f} seconds" for name, seconds in told.items()]
-    result = {"model": facts.started.model, "avg_latency": float(np.mean(took_s)), "latencies": took_s, "percentiles": told}
+    result = {"model_id": facts.started.model, "avg_latency": float(np.mean(took_s)), "latencies": took_s, "percentiles": told}
     return "\n".join(lines), result, 0
 
 
@@ -302,7 +318,12 @@ def _serve(args: argparse.Namespace, make: MakeEngine) -> Measured:
         outcomes = http_load.run(target, jobs, max_concurrency=args.max_concurrency, on_done=on_done)
     seconds = time.perf_counter() - begun_s
     # The server's hardware is not ours to measure.
-    extra = {"model_id": model, "num_prompts": len(jobs), "max_concurrency": args.max_concurrency, "share_of_floor": None}
+    extra = {
+        **http_load.told_setup(target, time.localtime()),
+        "num_prompts": len(jobs),
+        "max_concurrency": args.max_concurrency,
+        "share_of_floor": None,
+    }
     return _summed(args, outcomes, seconds, extra)
 
 
@@ -332,6 +353,22 @@ def _static(args: argparse.Namespace, make: MakeEngine) -> Measured:
     )
     text = f"{table(rows)}\n\ncontinuous / static: {ratio(rows):.2f}x the tokens/s"
     return text, {"rows": rows, "ratio": ratio(rows)}, 0
+
+
+def _profile(args: argparse.Namespace, make: MakeEngine) -> Measured:
+    """Where the time of a trace went that was made before."""
+    if args.url is None:
+        raise ConfigError("bench profile takes the folder that a trace was written to")
+    text, result = _stages(Path(args.url))
+    return text, result, 0
+
+
+def _stages(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Table and figures of the newest trace below a folder."""
+    from jaxpaged.trace import stage_times
+
+    times = stage_times.read_stage_times(folder)
+    return stage_times.table(times), stage_times.figures(times)
 
 
 class _bar:

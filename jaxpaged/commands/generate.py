@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +21,7 @@ from jaxpaged.commands.engine_start import (
 )
 from jaxpaged.commands.prompts import PromptSource, read_prompts
 from jaxpaged.errors import ConfigError, InvalidRequestError
+from jaxpaged.profiler import traced
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -39,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
     told = parser.add_argument_group("log-probabilities", "Printed with --json: of each token, and of the N likeliest ones (0 to 20).")
     told.add_argument("--logprobs", type=integer, metavar="N", help="of the answer's tokens")
     told.add_argument("--prompt-logprobs", type=integer, metavar="N", help="of the prompt's; with --max-tokens 0 of these alone")
+    parser.add_argument("--profile", metavar="FOLDER", help="write a trace by JAX's profiler below this folder, without the start")
     add_engine_arguments(parser)
 
 
@@ -56,18 +59,21 @@ def run(args: argparse.Namespace, make: MakeEngine = make_llm) -> int:
     with running_engine(config, make) as engine:
         prompts = [_prompt(source, engine.llm, is_chat=is_chat, system=args.system) for source in sources]
         started_s = time.monotonic()
-        if len(prompts) == 1 and not args.json:
-            answers = [stream_answer(engine.llm, prompts[0], params, sys.stdout)]
-            if not answers[0].text.endswith("\n"):
-                write_lines(sys.stdout, [""])
-        else:
-            outputs = engine.llm.generate(prompts, params, use_tqdm=len(prompts) > 1 and not args.quiet and sys.stderr.isatty())
-            answers = [answer_of(output, time.monotonic() - started_s) for output in outputs]
-            _print_all(sources, answers, is_json=args.json)
-        seconds = time.monotonic() - started_s
+        with traced(None if args.profile is None else Path(args.profile)):
+            if len(prompts) == 1 and not args.json:
+                answers = [stream_answer(engine.llm, prompts[0], params, sys.stdout)]
+                if not answers[0].text.endswith("\n"):
+                    write_lines(sys.stdout, [""])
+            else:
+                outputs = engine.llm.generate(prompts, params, use_tqdm=len(prompts) > 1 and not args.quiet and sys.stderr.isatty())
+                answers = [answer_of(output, time.monotonic() - started_s) for output in outputs]
+                _print_all(sources, answers, is_json=args.json)
+            seconds = time.monotonic() - started_s
         engine.settle()
         if not args.quiet:
             write_lines(sys.stderr, [summary(answers, seconds)])
+        if args.profile is not None and not args.quiet:
+            write_lines(sys.stderr, [f"trace below {args.profile}; where the time went: jaxpaged bench profile {args.profile}"])
     return 130 if any(answer.finish_reason == "abort" for answer in answers) else 0
 
 

@@ -14,6 +14,7 @@ from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Rope
 from jaxpaged.layers.shards import KV
+from jaxpaged.stages import stage
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
@@ -63,34 +64,39 @@ class Attention(nnx.Module):
         self.norms_whole_rows, self.soft_cap, self.is_causal = norms_whole_rows, soft_cap, is_causal
         self.scale = head_dim**-0.5 if scale is None else scale
 
+    @stage("attention")
     def __call__(
         self, x: Float[Array, "tokens embed"], cache: KVCache, batch: StepBatch, rope: Rope | None, place: KVPlace
     ) -> tuple[Float[Array, "tokens embed"], KVCache]:
         num_tokens = x.shape[0]
-        q = self._in_heads(self.q(x), self.q_norm)
-        k = self._in_heads(self.k(x), self.k_norm)
-        v = self._in_heads(self.v(x), None)
+        with stage("qkv"):
+            q = self._in_heads(self.q(x), self.q_norm)
+            k = self._in_heads(self.k(x), self.k_norm)
+            v = self._in_heads(self.v(x), None)
         cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
         pages, offsets = batch.write_pages[place.group], batch.write_offsets
-        q, *pools = kv_write(q, k, v, cache.k, cache.v, pages, offsets, cos=cos, sin=sin, layer=place.layer)
+        with stage("kv_write"):
+            q, *pools = kv_write(q, k, v, cache.k, cache.v, pages, offsets, cos=cos, sin=sin, layer=place.layer)
         cache = KVCache(*pools)
-        q = q if rope is None else rope.scale_queries(q)
-        attended = paged_attention(
-            q,
-            cache.k,
-            cache.v,
-            batch.page_tables,
-            batch.kv_lens,
-            batch.cu_q_lens,
-            layer=place.layer,
-            group=place.group,
-            scale=self.scale,
-            sliding_window=place.window,
-            soft_cap=self.soft_cap,
-            is_causal=self.is_causal,
-            sinks=None if self.sinks is None else self.sinks[...],
-        )
-        return self.o(attended.reshape(num_tokens, -1)), cache
+        with stage("attend"):
+            q = q if rope is None else rope.scale_queries(q)
+            attended = paged_attention(
+                q,
+                cache.k,
+                cache.v,
+                batch.page_tables,
+                batch.kv_lens,
+                batch.cu_q_lens,
+                layer=place.layer,
+                group=place.group,
+                scale=self.scale,
+                sliding_window=place.window,
+                soft_cap=self.soft_cap,
+                is_causal=self.is_causal,
+                sinks=None if self.sinks is None else self.sinks[...],
+            )
+        with stage("out"):
+            return self.o(attended.reshape(num_tokens, -1)), cache
 
     def _in_heads(self, x: Float[Array, "tokens in"], norm: RMSNorm | None) -> Float[Array, "tokens heads head_dim"]:
         if norm is not None and self.norms_whole_rows:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.layers.shards import TENSOR_AXES, add_up, first_of_part
 from jaxpaged.layers.stack import OfLayer, WholeStack
+from jaxpaged.stages import stage
 from pallas_kernels.dense_matmul import dense_matmul
 
 
@@ -54,6 +55,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((vocab, embed), dtype))
         self.scale, self.vocab = scale, vocab
 
+    @stage("embed")
     def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
         num_own = self.weight.shape[0]
         if num_own < self.vocab:

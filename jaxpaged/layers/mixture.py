@@ -13,9 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.layers.linear import Linear
-from jaxpaged.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxpaged.layers.mlp import GatedMLP
 from jaxpaged.layers.shards import EXPERT, TENSOR_AXES, add_up, first_of_part
 from jaxpaged.layers.stack import OfLayer, WholeStack
+from jaxpaged.stages import stage
+from pallas_kernels.gated_product import gated_product
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -88,9 +90,9 @@ class GatedExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows embed"], group_sizes: Int32[Array, "experts"], expert_of: Int32[Array, "rows"]
     ) -> Float[Array, "rows embed"]:
-        gate = expert_matmul(x, self.gate, group_sizes).astype(x.dtype)
-        up = expert_matmul(x, self.up, group_sizes).astype(x.dtype)
-        return expert_matmul(ACTIVATIONS[self.activation](gate) * up, self.down, group_sizes).astype(x.dtype)
+        gate, up = (expert_matmul(x, weights, group_sizes) for weights in (self.gate, self.up))
+        inner = gated_product(gate, up, activation=self.activation, dtype=x.dtype)
+        return expert_matmul(inner, self.down, group_sizes).astype(x.dtype)
 
 
 class MixtureMLP(nnx.Module):
@@ -103,6 +105,7 @@ class MixtureMLP(nnx.Module):
         self.shared_gate = None if mixture.shared_ffw is None else Linear(embed, 1, dtype)
         self.mixture = mixture
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"], num_live: Int32[Array, ""]) -> Float[Array, "tokens embed"]:
         """Tokens from `num_live` on are padding."""
         routing = route(self.router(x), self.mixture.experts_per_token, renormalizes=self.mixture.renormalizes)

@@ -1,24 +1,13 @@
 """Feed-forward blocks."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
-
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.layers.linear import Linear
-
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
-    {
-        "silu": nnx.silu,
-        "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True),
-        "gelu": partial(nnx.gelu, approximate=False),
-    }
-)
-"""By the names in config.json."""
+from jaxpaged.stages import stage
+from pallas_kernels.gated_product import ACTIVATIONS, gated_product
 
 
 def known_activation(name: str) -> str:
@@ -37,15 +26,18 @@ class GatedMLP(nnx.Module):
         self.down = Linear(ffw, embed, dtype)
         self.activation = activation
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(self._inner(x))
 
+    @stage("mlp")
     def own_part(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         """As `Linear.own_part`, to be added up over `down.cut_over`."""
         return self.down.own_part(self._inner(x))
 
     def _inner(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffw"]:
-        return ACTIVATIONS[self.activation](self.gate(x)) * self.up(x)
+        # Sums as they come: rounding them is part of the next op.
+        return gated_product(self.gate.sums(x), self.up.sums(x), activation=self.activation, dtype=x.dtype)
 
 
 class MLP(nnx.Module):
@@ -56,5 +48,6 @@ class MLP(nnx.Module):
         self.down = Linear(ffw, embed, dtype, has_bias=True)
         self.activation = activation
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         return self.down(ACTIVATIONS[self.activation](self.up(x)))

@@ -7,6 +7,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged.layers.shards import TENSOR_AXES, add_up
+from jaxpaged.stages import stage
+from pallas_kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -32,12 +34,12 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset, self.is_scaled_wide = eps, offset, is_scaled_wide
         self.width, self.cut_over = embed, cut_over
 
+    @stage("norm")
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+        if self.weight.shape[-1] == self.width:
+            return rms_norm(x, self.weight[...], eps=self.eps, offset=self.offset, is_scaled_wide=self.is_scaled_wide)
         wide = x.astype(jnp.float32)
-        if self.weight.shape[-1] < self.width:
-            mean = add_up([(jnp.sum(wide * wide, axis=-1, keepdims=True), self.cut_over)]) / self.width
-        else:
-            mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        mean = add_up([(jnp.sum(wide * wide, axis=-1, keepdims=True), self.cut_over)]) / self.width
         normed = wide * lax.rsqrt(mean + self.eps)
         if self.is_scaled_wide:
             return (normed * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
@@ -52,6 +54,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((embed,), dtype))
         self.eps = eps
 
+    @stage("norm")
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)

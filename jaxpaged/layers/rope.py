@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.layers.rope_frequencies import RopePlan, RopeTable
+from jaxpaged.stages import stage
 
 
 class Rope(NamedTuple):
@@ -39,6 +40,7 @@ class Ropes(NamedTuple):
         return Rope(cos, sin, self.query_scale)
 
 
+@stage("rope")
 def make_ropes(positions: Int32[Array, "tokens"], plan: RopePlan) -> Ropes:
     """Cosines and sines for every table; all have as many frequencies."""
     ropes = [_make_rope(positions, table) for table in plan.tables]

@@ -38,6 +38,10 @@ class ShapeDtype(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
+type TakeTensor = Callable[[str, tuple[int, ...]], int]
+"""Given a tensor's name and its place in a stacked parameter, takes it over and returns the bytes that it became."""
+
+
 class _Copy(NamedTuple):
     """One tensor of the checkpoint and where it goes: a whole parameter, one layer of a stacked one, or one expert of a layer."""
 
@@ -54,6 +58,7 @@ def fill(
     axis_sizes: Mapping[str, int],
     *,
     may_be_unread: Collection[str] = (),
+    taken: Mapping[str, TakeTensor] = MappingProxyType({}),
     num_threads: int = 1,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
@@ -67,6 +72,7 @@ def fill(
         expected: parameter path -> shape and type to keep it in.
         axis_sizes: sizes of the axes in the patterns, "layers" and "experts".
         may_be_unread: parameter paths whose tensors may be there although the parameter is not expected.
+        taken: parameter path -> who takes its tensors instead, from several threads; such parameters are left out of the result.
         num_threads: tensors that are converted at the same time; numpy lets go of the interpreter lock meanwhile.
         on_bytes: told the size of each tensor once it is converted; one at a time.
 
@@ -81,13 +87,17 @@ def fill(
     """
     copies, unread = _bind(weights_table, expected, axis_sizes, may_be_unread)
     _refuse_faults(checkpoint, copies, unread, axis_sizes)
-    filled = {path: aligned_empty(like.shape, np.dtype(like.dtype)) for path, like in expected.items()}
+    filled = {path: aligned_empty(like.shape, np.dtype(like.dtype)) for path, like in expected.items() if path not in taken}
 
     def make(copy: _Copy) -> None:
-        _copy_tensor(checkpoint, copy, filled[copy.path][copy.place], axis_sizes)
+        if copy.path in taken:
+            num_bytes = taken[copy.path](copy.name, copy.place)
+        else:
+            _copy_tensor(checkpoint, copy, filled[copy.path][copy.place], axis_sizes)
+            num_bytes = filled[copy.path][copy.place].nbytes
         checkpoint.release(copy.name)
         with telling:
-            on_bytes(filled[copy.path][copy.place].nbytes)
+            on_bytes(num_bytes)
 
     telling = threading.Lock()
     with concurrent.futures.ThreadPoolExecutor(num_threads, "jaxpaged-load") as pool:

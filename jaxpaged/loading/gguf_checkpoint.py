@@ -84,6 +84,21 @@ class GgufCheckpoint:
         rows = self._rows(tensor, first * head_dim, last * head_dim)
         return deinterleave_rotary_rows(rows, last - first)[start - first * head_dim : stop - first * head_dim]
 
+    def block_type(self, name: str) -> str | None:
+        """See `quantize_groups.HasBlocks`."""
+        from gguf.constants import GGMLQuantizationType
+
+        return GGMLQuantizationType(self._tensors[name].ggml_type).name if name in self._tensors else None
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """See `quantize_groups.HasBlocks`; a view of the file where its rows are in their order."""
+        tensor = self._tensors[name]
+        rows = self._file.view(tensor.start, tensor.stop).reshape(tensor.shape[0], -1)
+        heads = self._interleaved_heads(name)
+        if heads is None:
+            return rows[start:stop]
+        return rows[interleaved_rows(np.arange(start, min(stop, tensor.shape[0])), tensor.shape[0] // heads)]
+
     def release(self, name: str) -> None:
         self._file.release(self._tensors[name].start, self._tensors[name].stop)
 
@@ -138,6 +153,13 @@ def deinterleave_rotary_rows(rows: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def interleaved_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Where llama.cpp keeps rows of q and k: see `deinterleave_rotary_rows`."""
+    heads, within = np.divmod(rows, head_dim)
+    half, pair = np.divmod(within, head_dim // 2)
+    return heads * head_dim + 2 * pair + half
 
 
 def _dequantize(stored: np.ndarray, ggml_type: int) -> np.ndarray:

@@ -29,7 +29,7 @@ class Architecture(NamedTuple):
     models: str
     traits: Mapping[str, Any] = MappingProxyType({})
     is_encoder: bool = False
-    quantizations: tuple[str, ...] = ("int8",)
+    quantizations: tuple[str, ...] = ("int8", "int4")
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

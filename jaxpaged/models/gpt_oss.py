@@ -26,6 +26,7 @@ from jaxpaged.layers.rope_frequencies import RopePlan, usable_positions
 from jaxpaged.layers.shards import TENSOR_AXES, add_up, counted_once
 from jaxpaged.layers.stack import WholeStack
 from jaxpaged.models import llama
+from jaxpaged.stages import stage
 
 
 class Config(NamedTuple):
@@ -147,6 +148,7 @@ class ClampedMixture(nnx.Module):
         self.experts = ClampedExperts(config)
         self.mixture = config.mixture
 
+    @stage("mlp")
     def __call__(self, x: Float[Array, "tokens embed"], num_live: Int32[Array, ""]) -> Float[Array, "tokens embed"]:
         """Tokens from `num_live` on are padding."""
         routing = route(self.router(x), self.mixture.experts_per_token, renormalizes=self.mixture.renormalizes)

@@ -7,7 +7,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dense_matmul import cpu, reference, xla
@@ -40,16 +39,6 @@ OP = Op(
     preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
-_OP_OF_MANY_ROWS = Op(
-    name="dense_matmul_of_many_rows",
-    implementations={name: OP.implementations[name] for name in ("reference", "xla")},
-    preference={"default": ("xla",)},
-)
-"""A name of its own: who asks for the kernel of few rows gets it in the programs that decode, and those that prefill are left to XLA.
-
-Not so bfloat16, of which the native kernel takes any number of rows.
-"""
-
 
 def dense_matmul(
     x: Float[Array, "rows in"],
@@ -64,8 +53,7 @@ def dense_matmul(
         x: rows, float32, bfloat16 or float16.
         matrix: weights as checkpoints have them; with a leading layers axis when `layer` is given.
         layer: index into the leading axis of the matrix.
-        implementation: "reference", "xla" or, for bfloat16 and up to `cpu.MAX_ROWS` rows, "cpu"; None takes the
-            best for the device and the number of rows.
+        implementation: "reference", "xla" or "cpu"; None takes the best for the device.
 
     Returns:
         Float32 sums.
@@ -74,5 +62,4 @@ def dense_matmul(
         UnsupportedKernelError: no implementation takes the operands; the sentence says why.
     """
     args = (x, matrix)
-    op = OP if x.shape[0] <= cpu.MAX_ROWS or x.dtype == jnp.bfloat16 else _OP_OF_MANY_ROWS
-    return choose(op, implementation, args, {"layer": layer}).run(*args, layer=layer)
+    return choose(OP, implementation, args, {"layer": layer}).run(*args, layer=layer)

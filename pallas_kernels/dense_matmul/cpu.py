@@ -9,9 +9,6 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import native
 from pallas_kernels.gpu_target import platform
 
-MAX_ROWS = 16
-"""Of float32: up to here a call is bound by reading the weights, and saves the copy that XLA makes; with more rows XLA is faster."""
-
 
 def refusals(x: Any, matrix: Any) -> list[str]:
     """One sentence for each thing that it cannot do."""

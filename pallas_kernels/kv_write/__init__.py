@@ -16,7 +16,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.kv_write import mosaic_gpu, reference, xla
+from pallas_kernels.kv_write import cpu, mosaic_gpu, reference, xla
 from pallas_kernels.kv_write.rotation import Written
 
 
@@ -44,15 +44,20 @@ def _mosaic_gpu_refusals(q: Any, k: Any, v: Any, k_pages: Any, *args: Any, cos: 
     return _common_refusals(q, k, v, k_pages, *args, cos=cos, **options) or mosaic_gpu.refusals(q, k_pages, cos)
 
 
+def _cpu_refusals(q: Any, k: Any, v: Any, k_pages: Any, *args: Any, **options: Any) -> list[str]:
+    return _common_refusals(q, k, v, k_pages, *args, **options) or cpu.refusals(q, k_pages)
+
+
 OP = Op(
     name="kv_write",
     implementations={
         "reference": Implementation("reference", reference.kv_write, _common_refusals),
         "xla": Implementation("xla", xla.kv_write, _common_refusals),
+        "cpu": Implementation("cpu", cpu.kv_write, _cpu_refusals),
         "mosaic_gpu": Implementation("mosaic_gpu", mosaic_gpu.kv_write, _mosaic_gpu_refusals),
     },
     # No card has run the Mosaic kernel yet, so it runs when asked for by name.
-    preference={"default": ("xla",)},
+    preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
 
@@ -83,7 +88,7 @@ def kv_write(
         cos: cosine of every token's angles, times the table's magnitude; None: nothing is turned.
         sin: likewise.
         layer: index into the leading axis of the pages.
-        implementation: "reference", "xla" or "mosaic_gpu"; None takes the best for the device.
+        implementation: "reference", "xla", "cpu" or "mosaic_gpu"; None takes the best for the device.
 
     Returns:
         The queries, turned, and the pools.

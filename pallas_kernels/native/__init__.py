@@ -1,6 +1,6 @@
 """CPU kernels in C++ behind the ops, as custom calls of XLA; without a compiler they are absent, and XLA does their work.
 
-`cpu.cc` beside an op is its glue to XLA; the work is in a header beside it that knows nothing of XLA, so that a test driver can run it
+A `.cc` beside an op is its glue to XLA; the work is in a header beside it that knows nothing of XLA, so that a test driver can run it
 under sanitizers. Vector instructions are chosen when a kernel runs.
 """
 
@@ -11,7 +11,17 @@ import jax
 
 from pallas_kernels.native.build import Library, find_or_build
 
-TARGETS = ("jaxpaged_int8_matmul", "jaxpaged_paged_attention", "jaxpaged_dense_matmul")
+TARGETS = (
+    "jaxpaged_int8_matmul",
+    "jaxpaged_paged_attention",
+    "jaxpaged_dense_matmul",
+    "jaxpaged_grouped_matmul",
+    "jaxpaged_q4_matmul",
+    "jaxpaged_q8_matmul",
+    "jaxpaged_kv_write",
+    "jaxpaged_rms_norm",
+    "jaxpaged_gated_product",
+)
 """Symbols of the library, and names of the custom calls."""
 
 

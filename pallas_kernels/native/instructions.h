@@ -11,6 +11,7 @@ inline Instructions best_instructions() {
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                           __builtin_cpu_supports("avx512dq");
   if (has_avx512 && __builtin_cpu_supports("avx512vnni")) return Instructions::kAvx512Vnni;
+  // Conversion of half floats (f16c) came before AVX2, and not every compiler can ask for it.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Instructions::kAvx2;
 #endif
   return Instructions::kPortable;

@@ -10,6 +10,10 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+struct Float8E4M3FN {
+  uint8_t bits;
+};
+
 inline float widened(float number) { return number; }
 inline float widened(BFloat16 number) {
   const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;

@@ -42,7 +42,7 @@ ffi::Error run(const Arguments& given, void* out) {
   call.out = static_cast<Query*>(out);
   ffi::ThreadPool pool = given.pool;
   jaxpaged::XlaThreads threads(pool);
-  jaxpaged::attention::attend(threads, jaxpaged::instructions(), call);
+  jaxpaged::attention::attend(threads, jaxpaged::instructions(), jaxpaged::attention::has_tiles(), call);
   return ffi::Error::Success();
 }
 

@@ -107,7 +107,14 @@ def test_a_second_start_gives_the_same_bits_facts_and_answers(loads: Loads) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "float32", "quantization": "int8"}]
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "float32", "quantization": "int8"},
+        {"dtype": "float32", "quantization": "int4"},
+    ],
 )
 def test_on_a_cpu_the_mapped_file_is_the_devices_buffer(loads: Loads, tmp_path: Path, options: dict[str, str]) -> None:
     first, second = loads.load(**options), loads.load(**options)

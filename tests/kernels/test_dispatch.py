@@ -5,12 +5,20 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from jaxpaged.config import KernelsConfig
-from pallas_kernels import dense_matmul, grouped_matmul, kv_write, paged_attention, quantized_matmul
+from pallas_kernels import dense_matmul, gated_product, grouped_matmul, kv_write, paged_attention, quantized_matmul, rms_norm
 from pallas_kernels.dispatch import Choice, Implementation, Op, UnsupportedKernelError, choose, selecting
 
 pytestmark = [pytest.mark.jax]
 
-OPS = (paged_attention.OP, kv_write.OP, quantized_matmul.OP, dense_matmul.OP, grouped_matmul.OP)
+OPS = (
+    paged_attention.OP,
+    kv_write.OP,
+    quantized_matmul.OP,
+    dense_matmul.OP,
+    rms_norm.OP,
+    gated_product.OP,
+    grouped_matmul.OP,
+)
 
 
 def implementation(name: str, *reasons: str) -> Implementation:

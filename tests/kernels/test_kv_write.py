@@ -1,6 +1,7 @@
 """Every implementation of kv_write against the reference: turned, written in place, and nothing else touched."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -51,22 +52,78 @@ def check(case: Case, operands: dict[str, Any], got: Any) -> None:
     assert np.isnan(wanted[1].astype(np.float32)).sum() == wanted[1].size - case.num_tokens * case.kv_heads * case.head_dim
 
 
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
 @pytest.mark.parametrize("case", XLA_CASES)
-def test_xla_equals_the_reference(case: Case) -> None:
+def test_equals_the_reference(case: Case, implementation: str) -> None:
     operands = make(case)
-    run = jax.jit(functools.partial(kv_write, implementation="xla"))
+    run = jax.jit(functools.partial(kv_write, implementation=implementation))
+    if implementation == "cpu" and case.page_dtype == "float16":
+        with pytest.raises(UnsupportedKernelError, match="pages are float32, bfloat16 or float8_e4m3fn, not float16"):
+            run(**on_device(operands))
+        return
     check(case, operands, run(**on_device(operands)))
+
+
+def test_native_writes_round_to_fp8_as_xla_does() -> None:
+    """Every exponent, ties and their neighbours, what is too large, and NaN."""
+    near = np.ldexp(np.arange(8, 17, dtype=np.float32)[:, None] / 8, np.arange(-13, 12))
+    numbers = np.concatenate([near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))], axis=None)
+    numbers = np.concatenate([numbers, -numbers, np.asarray([0, -0.0, np.inf, -np.inf, np.nan], np.float32)])
+    head_dim = -(-len(numbers) // 5)
+    v = jnp.asarray(np.resize(numbers, (5, 1, head_dim)))
+    pool = jnp.zeros((5, 1, 1, head_dim), jnp.float8_e4m3fn)
+    places = jnp.arange(5, dtype=jnp.int32), jnp.zeros(5, jnp.int32)
+    wanted, got = (kv_write(v, v, v, pool, pool, *places, implementation=name).v_pages for name in ("xla", "cpu"))
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), np.asarray(wanted).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_writes_are_the_same_bits_alone(dtype: str) -> None:
+    operands = make(Case("many", 70, 9, 3, 64, 16, 32, dtype))
+    run = jax.jit(functools.partial(kv_write, implementation="cpu"))
+    together = run(**on_device(operands))
+    pages, offsets = operands["write_pages"], operands["write_offsets"]
+    for token in (0, 33, 69):
+        own = {name: array[token : token + 1] if len(array) == 70 else array for name, array in operands.items()}
+        alone = run(**on_device(own))
+        np.testing.assert_array_equal(np.asarray(alone.q[0]), np.asarray(together.q[token]))
+        for one, whole in zip(alone[1:], together[1:], strict=True):
+            place = pages[token], slice(None), offsets[token]
+            np.testing.assert_array_equal(np.asarray(one)[place], np.asarray(whole)[place])
+            assert np.isnan(np.asarray(one).astype(np.float32)).sum() == one.size - 3 * 64
+
+
+def test_native_writes_copy_no_pool_in_a_loop() -> None:
+    """The pools travel in a loop's carry, as in a stack of layers, and are written where they lie."""
+    operands = make(Case("loop", 4, 4, 2, 16, 8, 8))
+    pools = {name: np.stack([operands.pop(name)] * 3) for name in ("k_pages", "v_pages")}
+
+    def step(pools: dict[str, jax.Array], operands: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def layer(index: jax.Array, carry: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[jax.Array, dict[str, jax.Array]]:
+            q, pools = carry
+            written = kv_write(**operands | pools, layer=index, implementation="cpu")
+            return q + written.q, {"k_pages": written.k_pages, "v_pages": written.v_pages}
+
+        return jax.lax.fori_loop(0, 3, layer, (operands["q"], pools))
+
+    compiled = jax.jit(step, donate_argnums=0).lower(pools, operands).compile()
+    shape = re.escape("f32[" + ",".join(map(str, pools["k_pages"].shape)) + "]")
+    assert not re.findall(rf"= {shape}\S* copy\(.*", compiled.as_text())
+    given = on_device(pools)
+    addresses = {given[name].unsafe_buffer_pointer() for name in pools}
+    _, written = compiled(given, on_device(operands))
+    assert {written[name].unsafe_buffer_pointer() for name in pools} == addresses
 
 
 def test_a_layer_of_a_stack_is_written_and_the_others_keep_their_bits() -> None:
     case = next(case for case in CASES if case.name == "primes")
     operands = make(case)
-    alone = kv_write(**on_device(operands), implementation="xla")
     pools = {name: np.stack([np.full_like(operands[name], fill) for fill in (1, np.nan, 2)]) for name in ("k_pages", "v_pages")}
-    for implementation in ("xla", "reference"):
+    for implementation in ("xla", "cpu", "reference"):
+        alone = kv_write(**on_device(operands), implementation=implementation)
         got = kv_write(**on_device(operands | pools), layer=jnp.int32(1), implementation=implementation)
         for one, whole in zip(alone[1:], got[1:], strict=True):
-            if implementation == "xla":
+            if implementation != "reference":
                 np.testing.assert_array_equal(whole[1], one)
             assert (np.asarray(whole[0]) == 1).all()
             assert (np.asarray(whole[2]) == 2).all()

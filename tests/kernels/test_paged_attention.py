@@ -157,10 +157,11 @@ def test_sinks_for_another_number_of_heads_are_refused() -> None:
         assert implementation.refusals(*operands, sinks=np.zeros(3, np.float32)) == ["sinks of shape (3,) for 9 heads"]
 
 
-def test_native_rows_are_the_same_bits_alone_and_decoded() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_rows_are_the_same_bits_alone_and_decoded(dtype: str) -> None:
     """Whatever the company, and whether a row comes in a prompt's chunk or by itself."""
     case = next(c for c in CASES if c.name == "mixed")
-    operands = make(case)
+    operands = make(case, dtype=dtype)
     together = _run("cpu", case, operands)
     starts = operands["cu_q_lens"]
     for seq, (q_len, kv_len) in enumerate(case.spans):

@@ -140,7 +140,7 @@ print(json.dumps({"peak_bytes": int(status["VmHWM"].split()[0]) * 1024, "weight_
 
 
 @pytest.mark.tier("system")
-@pytest.mark.parametrize("quantization", ["", "int8"])
+@pytest.mark.parametrize("quantization", ["", "int8", "int4"])
 def test_peak_memory_of_a_whole_load_and_of_one_that_maps_the_weights(smollm2_path: Path, tmp_path: Path, quantization: str) -> None:
     """From the start of the process, JAX and all: under 1.0 GB and the weights as kept."""
     environment = {**os.environ, "JAXPAGED_HOME": str(tmp_path)}

@@ -106,17 +106,19 @@ def test_bfloat16_activations(tmp_path: Path) -> None:
     assert (wide - whole).std() < 0.1 * whole.std()
 
 
-@pytest.mark.parametrize("name", ["bert", "mixtral", "qwen3moe", "gptoss"])
-def test_architectures_without_it_are_refused_by_name(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("bert", "int8"), ("mixtral", "int8"), ("mixtral", "int4"), ("qwen3moe", "int8"), ("gptoss", "int4")]
+)
+def test_architectures_without_it_are_refused_by_name(name: str, quantization: str, tmp_path: Path) -> None:
     from jaxpaged.models import ARCHITECTURES
 
     names = {"bert": "BertModel", "mixtral": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "gptoss": "GptOssForCausalLM"}
     architecture = ARCHITECTURES[names[name]]
     _, folder = written("llama", tmp_path)
-    config = ModelConfig(model=str(folder), quantization="int8")
+    config = ModelConfig(model=str(folder), quantization=quantization)
     with open_checkpoint(resolve(config)) as checkpoint:
         checkpoint.hf_config["architectures"] = [names[name]]
-        with pytest.raises(UnsupportedModelError, match="quantization 'int8' is not served for") as raised:
+        with pytest.raises(UnsupportedModelError, match=f"quantization '{quantization}' is not served for") as raised:
             describe_model(config, checkpoint, is_gpu=False)
     assert architecture.models in str(raised.value)
 

@@ -45,7 +45,10 @@ def test_throughput_counts_what_it_asked_for() -> None:
     assert (result.status, result.err) == (0, "")
     read = json.loads(result.out.splitlines()[-1])
     assert (read["benchmark"], read["num_requests"], read["completed"]) == ("throughput", 5, 5)
-    assert (read["total_input_tokens"], read["total_output_tokens"]) == (150, 60)
+    assert (read["total_input_tokens"], read["total_output_tokens"], read["total_num_tokens"]) == (150, 60, 210)
+    assert (read["workload"], read["request_rate"]) == ("random5", "inf")
+    assert read["tokens_per_second"] == pytest.approx(210 / read["elapsed_time"])
+    assert read["requests_per_second"] == pytest.approx(5 / read["elapsed_time"])
     assert read["share_of_floor"] == pytest.approx(read["floor_s"] / read["elapsed_time"])
     assert "Memory bandwidth (GB/s):                 1.0" in result.out
     # One token a step for each of five that run side by side, all of them within one run.
@@ -74,7 +77,7 @@ def test_the_line_is_also_written_to_a_file(tmp_path: Any) -> None:
         (["throughput", "--max-concurrency", "3"], "--max-concurrency belongs to bench serve, not to bench throughput"),
         (["static", "--workload", "b1"], "--workload belongs to bench throughput and latency and serve"),
         (["static", "--max-num-seqs", "4"], "bench static sets its engines up itself and takes no --max-num-seqs"),
-        (["serve", "--max-num-seqs", "4"], "bench serve starts no engine: --max-num-seqs belongs to the server's own command line"),
+        (["serve", "--max-num-seqs", "4"], "bench serve starts no engine: --max-num-seqs belongs to the command that does"),
         (["latency", "--num-iters", "0"], "--num-iters must be at least 1, got 0"),
         (["startup", "--num-iters-cold", "-1"], "--num-iters-cold must be at least 0, got -1"),
         (["serve", "--extra-body", "[1]"], "--extra-body takes a JSON object, got '[1]'"),

@@ -1,6 +1,7 @@
 """The sampler on the device against a few lines of numpy, and its draws against the distribution they should have."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows
 from jaxpaged.intake import Intake
+from jaxpaged.kept_ids import Kept
 from jaxpaged.largest_logits import NUM_TOP, block_maxima, find_largest
-from jaxpaged.sampling import NO_ID, NUM_FEW, _pick, is_kept, sample, uniform
+from jaxpaged.sampling import NO_ID, NUM_FEW, _find_block, _place, is_kept, sample, uniform
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -365,7 +367,12 @@ def test_no_draw_lands_on_an_id_without_weight_whatever_rounding_does(num_kept: 
     """Draws at the very edges of ids: running sums over blocks are not monotonic to the last bit."""
     rng = np.random.default_rng(num_kept)
     vocab = 49152
-    pick = jax.jit(_pick)
+
+    @jax.jit
+    def pick(weights: Any, draw: Any) -> Any:
+        stretch = _find_block(weights, draw, Kept(draw, draw))
+        return stretch.first + _place(stretch.weights, jnp.cumsum(stretch.weights, axis=-1), stretch.rest)
+
     for _ in range(20):
         weights = np.zeros(vocab, np.float32)
         weights[rng.choice(vocab, num_kept, replace=False)] = np.exp(2 * rng.standard_normal(num_kept))

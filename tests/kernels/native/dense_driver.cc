@@ -41,9 +41,10 @@ void check(Level level, int64_t num_rows, int64_t num_in, int64_t num_out, int64
   for (auto& number : matrix) narrowed(normal(random), &number);
   if (num_rows > 2) narrowed(NAN, &x[2 * num_in]);
   const auto run = [&](int64_t rows, std::vector<float>& to) {
-    const std::vector<Number> own(x.begin(), x.begin() + rows * num_in);
+    const BeforeMemoryEnd<Number> own(rows * num_in);
+    std::copy_n(x.begin(), rows * num_in, own.begin());
     PlainThreads threads(num_threads);
-    jaxpaged::dense::matmul(threads, level, own.data(), rows, matrix.begin(), num_out, num_in, to.data());
+    jaxpaged::dense::matmul(threads, level, own.begin(), rows, matrix.begin(), num_out, num_in, to.data());
   };
   run(num_rows, out);
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -61,7 +62,8 @@ void check(Level level, int64_t num_rows, int64_t num_in, int64_t num_out, int64
   for (int64_t rows = 1; rows < num_rows; rows += num_rows > 16 ? 13 : 3) {
     std::vector<float> alone(rows * num_out);
     run(rows, alone);
-    require(std::memcmp(alone.data(), out.data(), alone.size() * sizeof(float)) == 0, "other bits in company", rows, num_in, num_out, level);
+    const bool is_equal = std::memcmp(alone.data(), out.data(), alone.size() * sizeof(float)) == 0;
+    require(is_equal, "other bits in company", rows, num_in, num_out, level);
   }
 }
 
@@ -70,7 +72,7 @@ void check(Level level, int64_t num_rows, int64_t num_in, int64_t num_out, int64
 int main() {
   const int64_t sizes[][3] = {{0, 5, 3},   {1, 1, 1},    {1, 7, 5},     {2, 64, 4},   {3, 65, 63},  {5, 131, 37},
                               {7, 200, 130}, {13, 15, 66}, {16, 193, 97}, {17, 64, 16}, {33, 96, 80}, {600, 32, 48}};
-  for (const auto level : {Level::kPortable, Level::kAvx2, Level::kAvx512, Level::kTiles}) {
+  for (const auto level : {Level::kPortable, Level::kAvx2, Level::kAvx512, Level::kPairs, Level::kTiles}) {
     if (level > jaxpaged::dense::best_level()) continue;
     for (const auto& size : sizes) {
       for (const int64_t threads : {1, 3}) {

@@ -1,10 +1,11 @@
 """What quantization costs in quality: perplexity of a fixed text, and how often the likeliest next token is the same.
 
-    python scripts/quality_int8.py [--model smollm2-135m] [--dtype float32]
+    python scripts/quality_quantized.py [--model smollm2-135m] [--quantizations int8,int4] [--dtype float32]
 
 The text, scripts/quality_text.txt, is the beginning of two old novels (Carroll 1865, Austen 1813), cut into parts that are computed one by
 one. Of each token after a part's first, the log-probability and the likeliest token are asked for, so both models see the same history
-everywhere. Answers of 32 greedy tokens to the first 64 of each part are compared as well, up to where they part. The last line is JSON.
+everywhere. Answers of 32 greedy tokens to the first 64 of each part are compared as well, up to where they part. Last comes a
+line of JSON for each quantization.
 """
 
 import argparse
@@ -66,26 +67,36 @@ def num_equal(one: list[int], other: list[int]) -> int:
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    args = parser.parse_args()
-    whole, quantized = read(args.model, "float32", None), read(args.model, args.dtype, "int8")
-    record = {
-        "benchmark": "quality_int8",
-        "model": args.model,
-        "dtype": args.dtype,
+def compare(whole: Seen, quantized: Seen) -> dict[str, float]:
+    """What a quantization cost."""
+    return {
         "num_tokens": len(whole.logprobs),
         "perplexity_float32": whole.perplexity,
-        "perplexity_int8": quantized.perplexity,
+        "perplexity": quantized.perplexity,
         "ratio": quantized.perplexity / whole.perplexity,
         "share_equal_likeliest": sum(a == b for a, b in zip(whole.likeliest, quantized.likeliest, strict=True)) / len(whole.likeliest),
         "mean_tokens_before_answers_part": sum(map(num_equal, whole.answers, quantized.answers)) / len(whole.answers),
     }
-    print(f"perplexity over {record['num_tokens']} tokens: {whole.perplexity:.3f} in float32, {quantized.perplexity:.3f} in int8")
-    print(f"likeliest token the same: {record['share_equal_likeliest']:.1%}; within 2 %: {'yes' if record['ratio'] < 1.02 else 'NO'}")
-    print(json.dumps(record))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--quantizations", default="int8,int4")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    args = parser.parse_args()
+    whole = read(args.model, "float32", None)
+    lines = []
+    for quantization in args.quantizations.split(","):
+        costs = compare(whole, read(args.model, args.dtype, quantization))
+        print(
+            f"{quantization}: perplexity over {costs['num_tokens']} tokens {costs['perplexity']:.3f}, in float32 "
+            f"{costs['perplexity_float32']:.3f} ({costs['ratio'] - 1:+.2%}; within 2 %: {'yes' if costs['ratio'] < 1.02 else 'NO'}); "
+            f"likeliest token the same: {costs['share_equal_likeliest']:.1%}"
+        )
+        record = {"benchmark": "quality_quantized", "model": args.model, "dtype": args.dtype, "quantization": quantization}
+        lines.append(json.dumps(record | costs))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Traces by JAX's profiler, summed up by stage."""
