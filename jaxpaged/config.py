@@ -172,7 +172,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         _doc("of activations times rows in gated feed-forward blocks; none: the best for model and device"),
     ] = None
     grouped_matmul: Annotated[
-        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None
 
 
