@@ -18,8 +18,8 @@ OURS: dict[str, dict[str, object]] = {
 """Name -> arguments of `LLM`."""
 
 PRECISIONS = {
-    "int8": "weights int8 per channel, activations int8 per row",
-    "int4": "weights int4 per 32 inputs, activations int8 per row",
+    "int8": "weights int8 per channel, activations 15 bits per row",
+    "int4": "weights int4 per 32 inputs, activations 15 bits per row",
     "bfloat16": "bfloat16",
     "int8-xla": "as int8, without native kernels",
     "float32": "float32",
