@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from protocol import Asked, Run, claim_output, serve
@@ -27,7 +27,11 @@ def main() -> None:
             first_s = [outcome.times_s[0] - outcome.sent_s for outcome in outcomes]
             return {"tokens": sum(outcome.num_output for outcome in outcomes), "seconds": seconds, "ttft_s": sum(first_s) / len(first_s)}
 
-        serve(pipe, f"jaxpaged {version('jaxpaged')}", run)
+        try:
+            told = version("jaxpaged")
+        except PackageNotFoundError:
+            told = "from its source"
+        serve(pipe, f"jaxpaged {told}", run)
 
 
 if __name__ == "__main__":
