@@ -11,6 +11,8 @@ for the next tokens only, and may lose them a second time, if what it has to com
 have left over of their own: their prompts, less what was recomputed of them. Otherwise, and after the second time, all the pages
 that it can ever need are kept for it. So all prefill is at most twice the prompts and once the answers of those preempted.
 
+A request waits a step or two when a running one is just computing a long part of its prompt, which it then finds in the prefix cache.
+
 A request of strictly higher priority that found no room takes it from running ones of lower priority, in the next step.
 """
 
@@ -40,8 +42,12 @@ GOLDEN_RATIO = 0.6180339887498949
 
 DEFAULT_PRIORITY = 0
 
+SHARED_PART = 4
+"""A shared beginning is waited for from this part of a full step on: less is computed again faster than waited for."""
+
 ROWS, TIME, TOKENS, PAGES = "rows", "target_itl_s", "tokens", "pages"
 LATE = "a token on its way"
+PREFIX = "its beginning is being computed"
 PREEMPTION = "preemption"
 DRAINING = "draining"
 """Why a request stays in the queue."""
@@ -68,6 +74,7 @@ class Admission:
         budget: StepBudget,
         takes_whole_prompts: bool = False,
     ) -> None:
+        self._num_shared_pages = -(-budget.most_tokens // (SHARED_PART * page_manager.page_size))
         self._pages, self._queue, self._running = page_manager, queue, running
         self._reserve_pages = limits.reserve_pages
         self._budget, self._takes_whole_prompts = budget, takes_whole_prompts
@@ -118,6 +125,8 @@ class Admission:
                 reason = TOKENS
             elif candidate.num_pending_ids:
                 reason = LATE
+            elif self._is_being_computed(candidate):
+                reason = PREFIX
             elif not self._take_pages(candidate, load):
                 reason = PAGES
             else:
@@ -176,6 +185,23 @@ class Admission:
         candidate.tables = pages.empty_tables()
         self._no_room = (candidate, running.version)
         return False
+
+    def _is_being_computed(self, candidate: Sequence) -> bool:
+        """Whether a step that has not come back computes a good part of the candidate's prompt that is not in the prefix cache yet."""
+        pages, known = self._pages, candidate.findable_token_ids
+        if not pages.enable_prefix_caching:
+            return False
+        leaders = [one for one in self._running.sequences if one.num_confirmed_tokens < min(one.num_computed_tokens, one.num_prompt_tokens)]
+        if not leaders:
+            return False
+        end = (pages.num_hit_pages(known, candidate.prefix) + self._num_shared_pages) * pages.page_size
+        return end < len(known) and any(
+            min(leader.num_computed_tokens, leader.num_prompt_tokens) >= end
+            and leader.prefix.salt == candidate.prefix.salt
+            and leader.prefix.adapter == candidate.prefix.adapter
+            and leader.token_ids[:end] == known[:end]
+            for leader in leaders
+        )
 
     def _match(self, candidate: Sequence) -> None:
         """Gives a waiting sequence its cached prefix, which says how much of it is to be computed again."""

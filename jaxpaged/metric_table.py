@@ -135,7 +135,7 @@ ENGINE_COUNTERS = (
     _counter(
         "admission_decisions",
         "Steps at which somebody waited, by what kept the next one out: none (all came in), rows, tokens, pages, target_itl_s, "
-        "preemption, draining, or a token on its way",
+        "preemption, draining, a token on its way, or its beginning is being computed",
         "none",
         "`row_limit` for rows, `pool_full` for pages",
         "reason",

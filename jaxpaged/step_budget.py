@@ -36,7 +36,7 @@ class StepBudget:
     def __init__(self, policy: SchedulerConfig, max_num_batched_tokens: int, token_buckets: tuple[int, ...]) -> None:
         self._target_itl_s = policy.target_itl_s
         self._target_ttft_s = policy.target_ttft_s
-        self._most = max_num_batched_tokens
+        self.most_tokens = max_num_batched_tokens
         self._cost = StepCost(token_buckets)
         self.has_target = policy.target_itl_s is not None or policy.target_ttft_s is not None
 
@@ -48,7 +48,7 @@ class StepBudget:
     def max_rows(self) -> int:
         """Sequences that can run together and leave room for a chunk without making a step too slow."""
         if self._target_itl_s is None or not self._cost.has_learnt:
-            return self._most
+            return self.most_tokens
         fitting, size, largest = self._fitting_tokens(), self._cost.only_size, self._cost.largest
         # Little is known of steps that are larger than any so far: they are tried in small strides.
         tried = largest + max(1, largest // STRIDE_SHARE)
@@ -64,7 +64,7 @@ class StepBudget:
             backlog: prompt tokens still to be computed, waiting requests included.
             oldest_s: seconds that the oldest prompt without a first token has been here; None when there is none.
         """
-        room = self._most - num_ones
+        room = self.most_tokens - num_ones
         if num_ones == 0 or not self.has_target or not self._cost.has_learnt:
             return room
         fitting = self._fitting_tokens()
@@ -77,8 +77,8 @@ class StepBudget:
     def _fitting_tokens(self) -> int:
         """Tokens of a step that keeps `target_itl_s`."""
         if self._target_itl_s is None:
-            return self._most
-        return self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self._most)
+            return self.most_tokens
+        return self._cost.most_tokens(self._target_itl_s * ITL_MARGIN, self.most_tokens)
 
     def _least_chunk(self, fitting: int) -> int:
         return max(1, min(MOST_LEAST_CHUNK_TOKENS, fitting // 4))

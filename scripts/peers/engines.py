@@ -18,8 +18,8 @@ OURS: dict[str, dict[str, object]] = {
 """Name -> arguments of `LLM`."""
 
 PRECISIONS = {
-    "int8": "weights int8 per channel, activations int8 per row",
-    "int4": "weights int4 in groups of 32, the file's own where it has them, activations int16 per row",
+    "int8": "weights int8 per channel, activations 15 bits per row",
+    "int4": "weights int4 per 32 inputs, activations 15 bits per row",
     "bfloat16": "bfloat16",
     "int8-xla": "as int8, without native kernels",
     "float32": "float32",
@@ -36,8 +36,8 @@ WORKLOADS = ("b1", "mixed16", "prefix16")
 SLOW = ("transformers-static", "transformers-continuous")
 """They run only what a goal names: the rest takes minutes a round."""
 
-UNASKED = ("float32", "int4", "llama.cpp-q4_1", "vllm-bfloat16-eager")
-"""No goal names them; they run only when `--engines` does."""
+UNASKED = ("float32", "llama.cpp-q4_1", "vllm-bfloat16-eager")
+"""They run only when `--engines` names them."""
 
 
 class Engine(NamedTuple):

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from protocol import Asked, Run, claim_output, serve
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 def main() -> None:
     pipe = claim_output()
-    from jaxpaged import LLM
+    from jaxpaged import LLM, __version__
     from jaxpaged.bench import in_process
     from jaxpaged.bench.workloads import Job
 
@@ -27,7 +26,7 @@ def main() -> None:
             first_s = [outcome.times_s[0] - outcome.sent_s for outcome in outcomes]
             return {"tokens": sum(outcome.num_output for outcome in outcomes), "seconds": seconds, "ttft_s": sum(first_s) / len(first_s)}
 
-        serve(pipe, f"jaxpaged {version('jaxpaged')}", run)
+        serve(pipe, f"jaxpaged {__version__}", run)
 
 
 if __name__ == "__main__":

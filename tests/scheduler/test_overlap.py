@@ -217,6 +217,49 @@ def test_pages_that_are_about_to_come_back_are_waited_for() -> None:
     assert b.num_preemptions == 0
 
 
+def test_a_long_beginning_that_is_being_computed_is_waited_for() -> None:
+    shared = list(range(100, 116))
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    add(scheduler, "a", [*shared, 1])
+    b = add(scheduler, "b", [*shared, 2])
+    first = schedule(scheduler)
+    assert rows_of(first) == [("a", 0, 17, True)]
+    assert first.decision == "admitted 1 of 2: its beginning is being computed"
+    second = schedule(scheduler)
+    assert rows_of(second) == [("a", 17, 1, True)]
+    update(scheduler, first)
+    assert rows_of(schedule(scheduler)) == [("a", 18, 1, True), ("b", 16, 1, True)]
+    assert b.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        pytest.param([*range(100, 107), 1, 1, 1, 1, 1], {}, id="a quarter of a step is not shared"),
+        pytest.param([*range(100, 108)], {}, id="the last token is never found"),
+        pytest.param([*range(100, 116), 2], {"enable_prefix_caching": False}, id="nothing is ever found"),
+        pytest.param([*range(100, 116), 2], {"cache_salt": "own"}, id="another salt"),
+    ],
+)
+def test_what_is_not_found_later_is_not_waited_for(other: list[int], options: dict[str, object]) -> None:
+    fields = {name: value for name, value in options.items() if name == "cache_salt"}
+    caching = bool(options.get("enable_prefix_caching", True))
+    scheduler = make_scheduler(max_num_batched_tokens=36, enable_prefix_caching=caching)
+    add(scheduler, "a", [*range(100, 116), 1])
+    add(scheduler, "b", other, **fields)
+    assert rows_of(schedule(scheduler)) == [("a", 0, 17, True), ("b", 0, len(other), True)]
+
+
+def test_a_beginning_is_not_waited_for_when_who_computes_it_has_gone() -> None:
+    shared = list(range(100, 116))
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    add(scheduler, "a", [*shared, 1])
+    add(scheduler, "b", [*shared, 2])
+    schedule(scheduler)
+    scheduler.abort("a")
+    assert rows_of(schedule(scheduler)) == [("b", 0, 17, True)]
+
+
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_answers_do_not_depend_on_how_far_ahead_steps_are_scheduled(enable_prefix_caching: bool) -> None:
     rng = random.Random(0)
