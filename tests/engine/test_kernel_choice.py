@@ -24,13 +24,14 @@ def test_the_start_says_what_it_took_and_why_not_the_others(tiny_folder: Path, p
         assert started.attention == best
         assert started.kernels == (
             f"dense_matmul {best}",
-            "kv_write xla",
+            f"gated_product {best}",
+            f"kv_write {best}",
             f"paged_attention {best}",
+            f"rms_norm {best}",
         )
         reason = "it needs an NVIDIA GPU of compute capability {}, and this program is for another device"
-        less_good = [words for words in started.kernels_refused if words.split(":")[0].endswith(f"matmul {other}")]
-        less_good += [words for words in started.kernels_refused if words.startswith(f"paged_attention {other}:")]
-        assert best == "xla" or less_good == ["dense_matmul xla: cpu goes first", "paged_attention xla: cpu goes first"]
+        less_good = [words for words in started.kernels_refused if words.split(":")[0].endswith(f" {other}")]
+        assert best == "xla" or less_good == [f"{choice.split()[0]} xla: cpu goes first" for choice in started.kernels]
         assert [words for words in started.kernels_refused if words not in less_good] == [
             "kv_write mosaic_gpu: " + reason.format("9.0"),
             "paged_attention mosaic_gpu: " + reason.format("9.0"),
@@ -40,19 +41,18 @@ def test_the_start_says_what_it_took_and_why_not_the_others(tiny_folder: Path, p
 
 def test_an_implementation_that_is_asked_for_runs(tiny_folder: Path, programs: Path) -> None:
     log = EventLog()
+    asked = ("dense_matmul", "gated_product", "kv_write", "paged_attention", "rms_norm")
     started = start_tiny(
         tiny_folder,
         programs=programs,
         sinks=[log],
-        paged_attention="reference",
-        kv_write="reference",
-        dense_matmul="reference",
+        **dict.fromkeys(asked, "reference"),
         token_buckets=(16,),
         max_num_batched_tokens=16,
     )
     started.engine.close()
     (event,) = log.of(events.EngineStarted)
-    assert (event.attention, event.kernels) == ("reference", ("dense_matmul reference", "kv_write reference", "paged_attention reference"))
+    assert (event.attention, event.kernels) == ("reference", tuple(f"{op} reference" for op in asked))
     assert "paged_attention xla: reference was asked for" in event.kernels_refused
 
 
