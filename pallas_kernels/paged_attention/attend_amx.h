@@ -1,6 +1,6 @@
 // Attention of one tile of bfloat16 rows over bfloat16 pages with Intel's matrix tiles; included by attend.h (no include guard).
 //
-// Products are exact and their sums float32; weights are rounded to bfloat16 before they meet the values. An element of a matrix product is
+// Products are exact and their sums float32; a weight meets the values as the sum of two bfloat16, which is it within 2^-16 of it. An element of a matrix product is
 // the same bits whatever else its tile holds and whichever of the two factors is laid out in pairs, so few rows take keys as they lie and
 // many rows take them turned. Exponents are of base 2.
 
@@ -83,7 +83,7 @@ struct Work {
   const float factor;                                // of logits
   int64_t start, kv_len, before;
   float *sums, *logits, *peaks, *totals;             // [rows, width], its columns mixed; [16, kBlock] or [kBlock, 16]; [rows] each
-  BFloat16 *q, *weights, *keys;                      // [rows, width] or in pairs [width / 2, 16]; [16, kBlock]; [kBlock, width]
+  BFloat16 *q, *weights, *keys;                      // [rows, width] or in pairs [width / 2, 16]; [2, 16, kBlock]; [kBlock, width]
   uint32_t *turned, *values;                         // pairs: [width / 2, kBlock], [kBlock / 2, width], its columns mixed
   Block block;
 
@@ -93,7 +93,7 @@ struct Work {
         lies_well(call.head_dim % kDims == 0 && call.page_size % kGroup == 0),
         factor(call.soft_cap != 0.0f ? kLog2E : call.scale * kLog2E) {
     const int64_t rows = num_groups * kGroup;
-    const int64_t of_rows = rows * width + 2 * rows + rows * width / 2, of_block = 3 * kBlock * width / 2, of_group = kGroup * kBlock * 3 / 2;
+    const int64_t of_rows = rows * width + 2 * rows + rows * width / 2, of_block = 3 * kBlock * width / 2, of_group = kGroup * kBlock * 2;
     float* memory = scratch.at_least(of_rows + of_block + of_group);
     const auto taken = [&memory](int64_t count) {
       float* const own = memory;
@@ -101,7 +101,7 @@ struct Work {
       return own;
     };
     sums = taken(rows * width), logits = taken(kGroup * kBlock), peaks = taken(rows), totals = taken(rows);
-    q = reinterpret_cast<BFloat16*>(taken(rows * width / 2)), weights = reinterpret_cast<BFloat16*>(taken(kGroup * kBlock / 2));
+    q = reinterpret_cast<BFloat16*>(taken(rows * width / 2)), weights = reinterpret_cast<BFloat16*>(taken(kGroup * kBlock));
     keys = reinterpret_cast<BFloat16*>(taken(kBlock * width / 2));
     turned = reinterpret_cast<uint32_t*>(taken(kBlock * width / 2)), values = reinterpret_cast<uint32_t*>(taken(kBlock * width / 2));
     start = call.cu_q_lens[tile.seq] + tile.first, kv_len = call.kv_lens[tile.seq];
@@ -283,8 +283,15 @@ struct Work {
       const __m512 off = _mm512_set1_ps(finite[row]);
       const auto weight = [logit, off](int64_t panel) { return power_of_two(_mm512_sub_ps(_mm512_load_ps(logit + panel * kGroup), off)); };
       const __m512 a = weight(0), b = weight(1), c = weight(2), d = weight(3);
-      _mm512_store_si512(weights + row * kBlock, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
-      _mm512_store_si512(weights + row * kBlock + kDims, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(d, c)));
+      const auto front = [](__m512 x) { return _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(-65536))); };
+      const auto put = [](BFloat16* out, __m512 low, __m512 high) {
+        _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+      };
+      const __m512 front_a = front(a), front_b = front(b), front_c = front(c), front_d = front(d);
+      BFloat16* const fronts = weights + row * kBlock, *const rests = fronts + kGroup * kBlock;
+      put(fronts, front_a, front_b), put(fronts + kDims, front_c, front_d);
+      put(rests, _mm512_sub_ps(a, front_a), _mm512_sub_ps(b, front_b));
+      put(rests + kDims, _mm512_sub_ps(c, front_c), _mm512_sub_ps(d, front_d));
       both[row] = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
     }
     _mm512_store_ps(totals + first_row, _mm512_fmadd_ps(_mm512_load_ps(totals + first_row), decay, across<true>(both)));
@@ -302,22 +309,33 @@ struct Work {
     float* const own = sums + group * kGroup * width;
     const bool has_low = block.first < kDims, has_high = block.last > kDims;
     const uint32_t* const high = values + kGroup * width;
-    if (has_low) _tile_loadd(4, weights, kBlock * sizeof(BFloat16));
-    if (has_high) _tile_loadd(5, weights + kDims, kBlock * sizeof(BFloat16));
+    const BFloat16* const rests = weights + kGroup * kBlock;
+    if (has_low) {
+      _tile_loadd(2, rests, kBlock * sizeof(BFloat16));
+      _tile_loadd(4, weights, kBlock * sizeof(BFloat16));
+    }
+    if (has_high) {
+      _tile_loadd(3, rests + kDims, kBlock * sizeof(BFloat16));
+      _tile_loadd(5, weights + kDims, kBlock * sizeof(BFloat16));
+    }
     for (int64_t dim = 0; dim < width; dim += 2 * kGroup) {
       _tile_loadd(0, own + dim, width * sizeof(float));
       _tile_loadd(1, own + dim + kGroup, width * sizeof(float));
       if (has_low) {
         _tile_loadd(6, values + dim, width * sizeof(uint32_t));
         _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(0, 2, 6);
         _tile_loadd(7, values + dim + kGroup, width * sizeof(uint32_t));
         _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(1, 2, 7);
       }
       if (has_high) {
         _tile_loadd(6, high + dim, width * sizeof(uint32_t));
         _tile_dpbf16ps(0, 5, 6);
+        _tile_dpbf16ps(0, 3, 6);
         _tile_loadd(7, high + dim + kGroup, width * sizeof(uint32_t));
         _tile_dpbf16ps(1, 5, 7);
+        _tile_dpbf16ps(1, 3, 7);
       }
       _tile_stored(0, own + dim, width * sizeof(float));
       _tile_stored(1, own + dim + kGroup, width * sizeof(float));

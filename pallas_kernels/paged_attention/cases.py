@@ -154,6 +154,15 @@ CASES = (
         dtype="float16",
         page_dtype="float8_e4m3fn",
     ),
+    *(
+        Case(f"smollm2_decode_{batch}_ctx{context}", ((1, context),) * batch, 9, 3, 64, 16, tags=("bench",))
+        for batch in (1, 8, 16)
+        for context in (64, 200, 1000)
+    ),
+    *(
+        Case(f"smollm2_prefill_{rows}_after_{before}", ((rows, before + rows),), 9, 3, 64, 16, tags=("bench",))
+        for rows, before in ((64, 0), (128, 0), (256, 0), (64, 512), (512, 512))
+    ),
     Case("smollm2_decode_16", tuple((1, 271 + 13 * i) for i in range(16)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_decode_32_ctx2k", tuple((1, 2000 + i) for i in range(32)), 9, 3, 64, 16, tags=("bench",)),
     Case("smollm2_prefill_512", ((512, 512),), 9, 3, 64, 16, tags=("bench",)),
