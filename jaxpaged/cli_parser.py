@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxpaged.config import ALIASES
 from jaxpaged.errors import ConfigError
+from jaxpaged.option_aliases import ALIASES
 from jaxpaged.option_values import Kind, to_yaml_value
 from jaxpaged.options import Loaded, Option, load_with_origins, nearest, option_table, sections
 

@@ -172,7 +172,7 @@ class KernelsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         _doc("of activations times rows in gated feed-forward blocks; none: the best for model and device"),
     ] = None
     grouped_matmul: Annotated[
-        Literal["reference", "xla", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
+        Literal["reference", "xla", "cpu", "mosaic_gpu"] | None, _doc("of the experts of a mixture; none: the best for model and device")
     ] = None
 
 
@@ -364,45 +364,3 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
-
-
-ALIASES: dict[str, str] = {
-    "model": "model.model",
-    "tokenizer": "model.tokenizer",
-    "revision": "model.revision",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "load_format": "model.load_format",
-    "quantization": "model.quantization",
-    "chat_template": "model.chat_template",
-    "generation_config": "model.generation_config",
-    "seed": "model.seed",
-    "hf_token": "model.hf_token",
-    "offline": "model.offline",
-    "trust_remote_code": "model.trust_remote_code",
-    "block_size": "cache.page_size",
-    "kv_cache_memory_bytes": "cache.memory",
-    "kv_cache_dtype": "cache.dtype",
-    "enable_prefix_caching": "cache.enable_prefix_caching",
-    "gpu_memory_utilization": "cache.gpu_memory_utilization",
-    "max_num_seqs": "scheduler.max_num_seqs",
-    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
-    "async_scheduling": "scheduler.async_scheduling",
-    "max_num_queued_reqs": "scheduler.max_num_queued_requests",
-    "max_num_queued_tokens": "scheduler.max_num_queued_tokens",
-    "enforce_eager": "compilation.enforce_eager",
-    "tensor_parallel_size": "parallel.tensor_parallel_size",
-    "max_logprobs": "sampling.max_logprobs",
-    "logprobs_mode": "sampling.logprobs_mode",
-    "host": "server.host",
-    "port": "server.port",
-    "api_key": "server.api_key",
-    "served_model_name": "server.served_model_name",
-    "ssl_certfile": "server.ssl_certfile",
-    "ssl_keyfile": "server.ssl_keyfile",
-    "allowed_origins": "server.allowed_origins",
-    "shutdown_timeout": "server.drain_timeout_s",
-    "profile": "server.profile_dir",
-    "otlp_traces_endpoint": "tracing.otlp_endpoint",
-}
-"""vLLM's names (as Python arguments; flags use dashes), and `profile`, which other commands have too -> path in the tree."""

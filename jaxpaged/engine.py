@@ -25,7 +25,7 @@ from jaxpaged.scheduler import DEFAULT_POLICY, Scheduler
 from jaxpaged.slot_rows import slot_row
 from jaxpaged.step_packer import StepPacker
 from jaxpaged.tokenizer import Tokenizer
-from jaxpaged.told_logprobs import ScoredSpan, SpanLogprobs, TokenLogprobs
+from jaxpaged.told_logprobs import ScoredSpan, SpanLogprobs, TokenLogprobs, ToldRows
 
 
 class _StartedStep(NamedTuple):
@@ -248,7 +248,7 @@ class Engine:
     def _take_prompt_logprobs(self, started: "_StartedStep", ids: np.ndarray) -> np.ndarray:
         """Returns the ids, without those of rows whose prompts came out as NaN."""
         ids = ids.copy()
-        arrays = [np.asarray(array) for array in started.ids.prompt]
+        arrays = ToldRows.of(np.asarray(started.ids.prompt))
         for span in started.scored:
             logprobs = SpanLogprobs.of(span, arrays)
             if not logprobs.is_usable:
@@ -267,7 +267,7 @@ class Engine:
         ]
         if not wanting:
             return {}
-        chosen, rank, top_ids, top = (np.asarray(array) for array in started.ids.logprobs)
+        chosen, rank, top_ids, top = ToldRows.of(np.asarray(started.ids.logprobs))
         return {
             sequence.request_id: TokenLogprobs(float(chosen[index]), int(rank[index]), top_ids[index].tolist(), top[index].tolist())
             for index, sequence in wanting

@@ -36,7 +36,7 @@ class LLM(OperatorCalls):
         model: short name, folder, .gguf file, hub id or pypi:package.
         config: every option at once; excludes keyword arguments.
         sinks: take every event; None shows the start-up on a terminal and warnings on standard error.
-        kwargs: any of `config.ALIASES`, or a section with its fields (`cache={"page_size": 32}`).
+        kwargs: any of `option_aliases.ALIASES`, or a section with its fields (`cache={"page_size": 32}`).
 
     Raises:
         JaxpagedError: the options, the model or the memory; one sentence.

@@ -14,9 +14,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from jaxpaged.config import ALIASES, QUANTIZATIONS, Config
+from jaxpaged.config import QUANTIZATIONS, Config
 from jaxpaged.counts import counted
 from jaxpaged.errors import ConfigError
+from jaxpaged.option_aliases import ALIASES
 from jaxpaged.option_values import OptionType, read_type, read_value, shorten, to_yaml_value
 
 ENV_PREFIX = "JAXPAGED_"
@@ -99,7 +100,7 @@ def from_kwargs(**kwargs: Any) -> Config:
     """The tree from vLLM-style keyword arguments, as `LLM(...)` takes them.
 
     Args:
-        kwargs: vLLM's flat names (`config.ALIASES`), or a section name with a mapping or a section struct (`cache={"page_size": 32}`).
+        kwargs: vLLM's flat names (`option_aliases.ALIASES`), or a section name with a mapping or a struct (`cache={"page_size": 32}`).
 
     Raises:
         ConfigError: unknown name (the nearest is offered), wrong type, out of range, or refused.

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged.batch import StepBatch
+from jaxpaged.exact_counts import count
 
 
 def pool_rows(hidden: Float[Array, "tokens embed"], batch: StepBatch, kept: Float[Array, "slots embed"]) -> Float[Array, "seqs embed"]:
@@ -27,10 +28,10 @@ def pool_rows(hidden: Float[Array, "tokens embed"], batch: StepBatch, kept: Floa
         token = jnp.arange(hidden.shape[0])
         is_own = ((token >= batch.pool_starts[:, None]) & (token < ends[:, None])).astype(jnp.float32)
         # A product, not a scatter, whose order of additions a GPU leaves open; what is not finite would spread to all rows in it.
-        is_usable = jnp.all(jnp.isfinite(hidden), axis=1)
+        is_usable = count(jnp.isfinite(hidden)) == hidden.shape[1]
         usable = jnp.where(is_usable[:, None], hidden.astype(jnp.float32), 0)
         sums = jnp.matmul(is_own, usable, precision=lax.Precision.HIGHEST)
-        is_spoiled = jnp.any((is_own > 0) & ~is_usable, axis=1)
+        is_spoiled = count((is_own > 0) & ~is_usable) > 0
         # The first step of a prompt begins anew, whatever the slot's last owner left there.
         is_first = batch.kv_lens == ends - starts
         earlier = jnp.where(is_first[:, None], 0, kept.at[batch.pool_slots].get(mode="fill", fill_value=0))

@@ -14,7 +14,7 @@ from jaxpaged.config import LogprobsMode
 from jaxpaged.kernel_choice import ToldChoices, kernel_error, told_choices
 from jaxpaged.kv_cache import CacheShape, KVCache
 from jaxpaged.logit_shaping import SlotRows, count_ids, shape_logits
-from jaxpaged.logprobs import LogprobRows, StepResult, answer_logprobs, prompt_logprobs
+from jaxpaged.logprobs import StepResult, answer_logprobs, prompt_logprobs
 from jaxpaged.model_structure import ModelFacts, ModelStructure, facts_of
 from jaxpaged.parallel.replica import Replica
 from jaxpaged.pooling import keep_sums, pool_rows
@@ -76,7 +76,7 @@ class DeviceState(NamedTuple):
     pooled: Float[Array, "slots embed"]
 
 
-for kind in (DeviceState, KVCache, SlotRows, StepResult, LogprobRows):
+for kind in (DeviceState, KVCache, SlotRows, StepResult):
     serialized_as(kind, serialized_name=f"jaxpaged.{kind.__name__}")
 
 
@@ -111,12 +111,8 @@ class StepProgram:
         """Which kernels the programs so far have."""
         return told_choices(self._traced.choices)
 
-    def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
-        """Lowers the step for one layout.
-
-        Raises:
-            ConfigError: a kernel that was asked for does not take this model on this device.
-        """
+    def function(self, layout: BatchLayout) -> Callable[[tuple[jax.Array, ...], DeviceState, jax.Array], tuple[StepResult, DeviceState]]:
+        """The step of a bucket, for tracing."""
 
         def step(params: tuple[jax.Array, ...], state: DeviceState, blob: jax.Array) -> tuple[StepResult, DeviceState]:
             from flax import nnx  # late: it is needed only where a program is traced
@@ -148,6 +144,15 @@ class StepProgram:
 
         # Traces and dumps show programs by this name.
         step.__name__ = f"step_{layout.num_tokens}"
+        return step
+
+    def lower(self, layout: BatchLayout) -> jax.stages.Lowered:
+        """Lowers the step for one layout.
+
+        Raises:
+            ConfigError: a kernel that was asked for does not take this model on this device.
+        """
+        step = self.function(layout)
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32, sharding=self._replica and self._replica.whole)
         args, fixed = (self._params, self._state(layout), blob), repr((self._fixed, layout))
         try:

@@ -19,6 +19,22 @@ class TokenLogprobs(NamedTuple):
     top: list[float]
 
 
+class ToldRows(NamedTuple):
+    """`LogprobRows` of a step on the host."""
+
+    chosen: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
+    @classmethod
+    def of(cls, columns: np.ndarray) -> "ToldRows":
+        """Takes the device's int32 [rows, columns] apart: `chosen` and `top` as bits of float32, `rank`, `top_ids`."""
+        num_top = columns.shape[1] // 2 - 1
+        floats = columns[:, : num_top + 1].view(np.float32)
+        return cls(floats[:, 0], columns[:, num_top + 1], columns[:, num_top + 2 :], floats[:, 1:])
+
+
 class ScoredSpan(NamedTuple):
     """Tokens of a prompt of which a step says how likely they were.
 

@@ -1,12 +1,14 @@
 """Runs jaxpaged and other engines on the same workloads, by turns, and tells medians, quartiles and ratios.
 
     scripts/peers/setup.sh FOLDER
-    python scripts/bench_peers.py FOLDER [--rounds 5] [--workloads b1,mixed16,prefix16] [--engines int8,vllm-bfloat16] [--output-json FILE]
+    python scripts/bench_peers.py FOLDER --rounds-file rounds.jsonl --markdown table.md
 
 Every engine is started once and stays; in each round each of them runs each workload, in another order. Requests are greedy, run to
-their full lengths and are handed over all at once; prompts change from round to round, so that no cache helps but within a workload. A
-ratio is made of runs of the same round; a goal is met when the lower quartile of its ratios meets it. A table of the goals and one JSON
-line come last. Nothing else should run on the machine.
+their full lengths and are handed over all at once, as token ids; prompts change from round to round, so that no cache helps but within a
+workload. A ratio is made of runs of the same round; a goal is met when the lower quartile of its ratios meets it. Each whole round is
+added to the rounds file at once, and a later call with the same file goes on where it ends. An engine that fails is named and left out
+from then on; the exit status is 1 then. Nothing else should run on the machine: what other processes took is told. Five rounds of all
+engines take about 20 minutes on 2 cores.
 """
 
 import argparse
@@ -14,26 +16,24 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from peers import engines as peers
+from peers.engine_process import EngineFailed, EngineProcess
 
 from jaxpaged.bench import workloads
 
 MIN_ROUNDS = 5
 WARM_UP_SEED = 1_000
-END_LIMIT_S = 30
-OURS = {
-    "int8": {"quantization": "int8"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float32": {"dtype": "float32"},
-    "int8-xla": {"quantization": "int8", "kernels": {"quantized_matmul": "xla"}},
-}
-"""Name -> arguments of `LLM`."""
+Runs = dict[str, dict[str, dict[str, float]]]
+"""Workload -> engine -> what it told."""
 
 
 class Goal(NamedTuple):
@@ -60,80 +60,78 @@ GOALS = (
 )
 
 
-def commands(folder: Path, threads: int) -> dict[str, list[str]]:
-    """Engine -> how its process is started."""
-    drivers = Path(__file__).parent / "peers"
-    server, models, count = str(folder / "llama.cpp/build/bin/llama-server"), folder / "models", str(threads)
-    made = {
-        name: [sys.executable, str(drivers / "ours.py"), json.dumps({"cpu": {"threads": threads}, **options})]
-        for name, options in OURS.items()
-    }
-    for kind in ("q8_0", "q4_0", "q4_1"):
-        made[f"llama.cpp-{kind}"] = [sys.executable, str(drivers / "llama_server.py"), server, str(models / f"{kind}.gguf"), count]
-    vllm = [str(folder / "vllm/bin/python"), str(drivers / "vllm_cpu.py"), str(models / "bfloat16"), "bfloat16", count]
-    made["vllm-bfloat16"], made["vllm-bfloat16-eager"] = vllm, [*vllm, "--eager"]
-    for kind in ("static", "continuous"):
-        python = str(folder / "transformers/bin/python")
-        made[f"transformers-{kind}"] = [python, str(drivers / "hf_transformers.py"), str(models / "bfloat16"), "bfloat16", count, kind]
-    return made
+class Round(NamedTuple):
+    """All engines, each on its workloads, once."""
+
+    seed: int
+    runs: Runs
+    seconds: float
+    other_cpu_s: float
+    """CPU seconds of processes that are no part of this run."""
+    idle_cpu_s: dict[str, float]
+    """Engine -> CPU seconds it took while others had their turn."""
 
 
-class EngineProcess:
-    """An engine in a process of its own, which speaks as peers/protocol.py says."""
+def one_round(started: dict[str, EngineProcess], plan: Mapping[str, Sequence[str]], seed: int, failed: dict[str, str]) -> Round:
+    """Runs engine after engine on each workload; one that fails leaves `started` for `failed`.
 
-    def __init__(self, name: str, command: Sequence[str], log_folder: Path) -> None:
-        self.log = log_folder / f"{name}.log"
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.facts = self._next()
+    Args:
+        plan: engine -> its workloads.
+    """
+    order = list(started)
+    random.Random(seed).shuffle(order)
+    before = {name: engine.cpu_s() - engine.working_cpu_s for name, engine in started.items()}
+    num_started = len(started)
+    began_s, busy_s, own_s = time.monotonic(), _busy_s(), _own_s(started)
+    runs: Runs = {}
+    for workload in dict.fromkeys(name for names in plan.values() for name in names):
+        jobs = workloads.make(workload, seed=seed)
+        for name in order:
+            if name in started and workload in plan[name]:
+                try:
+                    told = started[name].run([{"prompt": job.prompt, "max_tokens": job.num_output} for job in jobs])
+                except EngineFailed as error:
+                    _leave_out(started, name, error, failed)
+                    continue
+                runs.setdefault(workload, {})[name] = told
+                sys.stderr.write(f"  {workload} {name}: {told['tokens'] / told['seconds']:.1f} tokens/s\n")
+    idle = {name: engine.cpu_s() - engine.working_cpu_s - before[name] for name, engine in started.items()}
+    other_s = max(0.0, _busy_s() - busy_s - (_own_s(started) - own_s))
+    if len(started) < num_started:
+        other_s = 0.0  # Nobody knows any more what was that engine's.
+    return Round(seed, runs, time.monotonic() - began_s, other_s, idle)
 
-    def run(self, jobs: Sequence[workloads.Job]) -> dict[str, float]:
-        """Seconds, tokens and mean seconds to the first token of one workload."""
-        assert self._process.stdin is not None
-        requests = [{"prompt": job.prompt, "max_tokens": job.num_output} for job in jobs]
-        self._process.stdin.write(json.dumps({"requests": requests}) + "\n")
-        self._process.stdin.flush()
-        told = self._next()
-        wanted = sum(job.num_output for job in jobs)
-        if told["tokens"] != wanted:
-            raise SystemExit(f"{self.log.stem} made {told['tokens']} tokens of {wanted}")
-        return told
 
-    def peak_rss_bytes(self) -> int:
-        """Highest resident memory of the process and its children, each by itself, added up."""
-        return sum(_peak(pid) for pid in _family(self._process.pid))
+def _leave_out(started: dict[str, EngineProcess], name: str, error: EngineFailed, failed: dict[str, str]) -> None:
+    failed[name] = str(error)
+    sys.stderr.write(f"{name} is left out from now on: {error}\n")
+    if name in started:
+        started.pop(name).close()
 
-    def close(self) -> None:
-        """Ends it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+
+def _busy_s() -> float:
+    """CPU seconds of everything on this machine since it came up."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    return (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s(started: Mapping[str, EngineProcess]) -> float:
+    return time.process_time() + sum(engine.cpu_s() for engine in started.values())
+
+
+def read_rounds(file: Path) -> tuple[list[Round], dict[str, dict[str, Any]]]:
+    """The whole rounds of a rounds file, and the facts of their engines: those of the last start."""
+    rounds: list[Round] = []
+    facts: dict[str, dict[str, Any]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
-            self._process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def _next(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise SystemExit(f"{self.log.stem} ended; its last words are in {self.log}")
-        return dict(json.loads(line))
-
-
-def _family(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(member for child in children for member in _family(int(child)))]
-
-
-def _peak(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+            read = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # Cut off while it was written.
+        rounds.append(Round(**{name: read[name] for name in Round._fields}))
+        facts |= read["engines"]
+    return rounds, facts
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -144,92 +142,141 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def measure(engines: dict[str, EngineProcess], names: Sequence[str], rounds: int) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Workload -> engine -> a run of each round."""
-    runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {engine: [] for engine in engines} for name in names}
-    for number in range(-1, rounds):
-        order = list(engines)
-        random.Random(number).shuffle(order)
-        for name in names:
-            jobs = workloads.make(name, seed=WARM_UP_SEED if number < 0 else number)
-            for engine in order:
-                made = engines[engine].run(jobs)
-                if number >= 0:
-                    runs[name][engine].append(made)
-                    speed = made["tokens"] / made["seconds"]
-                    sys.stderr.write(f"round {number + 1} of {rounds}, {name}, {engine}: {speed:.1f} tokens/s\n")
-    return runs
+def told(rounds: Sequence[Round], workload: str, engine: str) -> dict[int, dict[str, float]]:
+    """Seed -> what the engine told of the workload, for the rounds in which it did."""
+    return {number.seed: number.runs[workload][engine] for number in rounds if engine in number.runs.get(workload, {})}
 
 
-def speeds(runs: Sequence[dict[str, float]]) -> list[float]:
-    """Output tokens per second of each run."""
-    return [run["tokens"] / run["seconds"] for run in runs]
+def speeds(runs: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+    """Seed -> output tokens per second."""
+    return {seed: run["tokens"] / run["seconds"] for seed, run in runs.items()}
 
 
-def judge(runs: dict[str, dict[str, list[dict[str, float]]]]) -> list[dict[str, Any]]:
-    """The goals whose engines and workloads were measured, with the quartiles of the ratio."""
+def judge(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """The goals whose engines and workloads were measured in the same rounds, with the quartiles of the ratio."""
     judged = []
     for goal in GOALS:
-        measured = runs.get(goal.workload, {})
-        if goal.ours in measured and goal.peer in measured:
-            pairs = zip(speeds(measured[goal.ours]), speeds(measured[goal.peer]), strict=True)
-            low, middle, high = quartiles([ours / peer for ours, peer in pairs])
-            judged.append({**goal._asdict(), "ratio": [low, middle, high], "is_met": low >= goal.least, "is_aim_met": low >= goal.aim})
+        ours, peer = (speeds(told(rounds, goal.workload, name)) for name in (goal.ours, goal.peer))
+        if both := ours.keys() & peer.keys():
+            low, middle, high = quartiles([ours[seed] / peer[seed] for seed in sorted(both)])
+            verdict = {"ratio": [low, middle, high], "rounds": len(both), "is_met": low >= goal.least, "is_aim_met": low >= goal.aim}
+            judged.append({**goal._asdict(), **verdict})
     return judged
 
 
-def report(runs: dict[str, dict[str, list[dict[str, float]]]], facts: dict[str, dict[str, Any]], judged: Sequence[dict[str, Any]]) -> str:
+def report(rounds: Sequence[Round], facts: Mapping[str, Mapping[str, Any]], judged: Sequence[Mapping[str, Any]]) -> str:
     """Tables in Markdown."""
-    names = list(runs)
-    head = "".join(f" {name}: tokens/s (quartiles) | first token, s |" for name in names)
-    lines = [f"| engine |{head} ready after, s | peak memory, MB |", "|---|" + "---|" * (2 * len(names) + 2)]
+    names = list(dict.fromkeys(name for number in rounds for name in number.runs))
+    head = "".join(f" `{name}`, output tokens/s | first token, s |" for name in names)
+    lines = [f"| engine | precision |{head} ready after, s | peak memory, MB |", "|---|---|" + "---|" * (2 * len(names) + 2)]
     for engine, fact in facts.items():
         cells = []
         for name in names:
-            low, middle, high = quartiles(speeds(runs[name][engine]))
-            first_s = statistics.median(run["ttft_s"] for run in runs[name][engine])
+            runs = told(rounds, name, engine)
+            if not runs:
+                cells.append("- | -")
+                continue
+            low, middle, high = quartiles(list(speeds(runs).values()))
+            first_s = statistics.median(run["ttft_s"] for run in runs.values())
             cells.append(f"{middle:.1f} ({low:.1f} to {high:.1f}) | {first_s:.2f}")
-        lines.append(f"| {engine} | {' | '.join(cells)} | {fact['ready_s']:.1f} | {fact['peak_rss_bytes'] / 1e6:.0f} |")
-    lines += ["", "| workload | ours | against | ratio (quartiles) | at least | aim | |", "|---|---|---|---|---|---|---|"]
+        ends = f"{fact['ready_s']:.1f} | {fact['peak_rss_bytes'] / 1e6:.0f}"
+        lines.append(f"| {engine} ({fact['version']}) | {fact['precision']} | {' | '.join(cells)} | {ends} |")
+    lines += ["", "| workload | ours | against | ratio of the same rounds | at least | aim | |", "|---|---|---|---|---|---|---|"]
     for goal in judged:
         low, middle, high = goal["ratio"]
-        verdict = "aim met" if goal["is_aim_met"] else "met" if goal["is_met"] else "missed"
+        missed = f"missed: the lower quartile is {1 - low / goal['least']:.0%} short"
+        verdict = "aim met" if goal["is_aim_met"] else "met" if goal["is_met"] else missed
         ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {goal['workload']} | {goal['ours']} | {goal['peer']} | {ratio} | {goal['least']} | {goal['aim']} | {verdict} |")
+        lines.append(f"| `{goal['workload']}` | {goal['ours']} | {goal['peer']} | {ratio} | {goal['least']} | {goal['aim']} | {verdict} |")
     return "\n".join(lines)
+
+
+def conditions(rounds: Sequence[Round], cores: int, failed: Mapping[str, str]) -> str:
+    """A sentence each on the day, the machine, how quiet it was, and what is missing."""
+    info = Path("/proc/cpuinfo").read_text()
+    line = next((line for line in info.splitlines() if line.startswith("model name")), ": a processor without a name")
+    flags = [flag for flag in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16") if f" {flag}" in info]
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    seconds = sum(number.seconds for number in rounds)
+    other = sum(number.other_cpu_s for number in rounds) / (seconds * cores)
+    idle: dict[str, float] = {}
+    for number in rounds:
+        for name, took_s in number.idle_cpu_s.items():
+            idle[name] = idle.get(name, 0.0) + took_s
+    worst = max(idle, key=lambda name: idle[name])
+    waiting = f"engines waiting for their turn at most {idle[worst] / (seconds * cores):.1%} ({worst})"
+    parts = [
+        f"{time.strftime('%Y-%m-%d')}, {cores} cores of {line.split(':', 1)[1].strip()} ({', '.join(flags)}), {memory_gib:.0f} GiB.",
+        f"{len(rounds)} rounds by turns in {seconds / 60:.0f} minutes; medians, quartiles in brackets.",
+        f"Other processes took {other:.1%} of the cores' time, {waiting}.",
+        *(f"Left out: {error}." for error in failed.values()),
+    ]
+    return "\n".join(parts)
+
+
+def _add_round(file: Path, number: Round, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps({**number._asdict(), "engines": facts}) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="what peers/setup.sh made")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    parser.add_argument("--workloads", default="b1,mixed16,prefix16")
-    parser.add_argument("--engines", help="names, with commas between them (default: all)")
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help="all in all, those of the rounds file included")
+    parser.add_argument("--workloads", default=",".join(peers.WORKLOADS))
+    parser.add_argument("--engines", help="names, with commas between them (default: those of the goals)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--rounds-file", type=Path, help="JSON lines; whole rounds are added, and those that are there are kept")
+    parser.add_argument("--markdown", type=Path, help="where the tables go too, to be pasted into docs/benchmarks.md")
+    parser.add_argument("--output-json", type=Path, help="where the last line goes too")
     args = parser.parse_args()
-    known = commands(args.folder.resolve(), args.threads)
-    wanted = args.engines.split(",") if args.engines else list(known)
+    known = peers.known(args.folder.resolve(), args.threads)
+    wanted = args.engines.split(",") if args.engines else [name for name, engine in known.items() if engine.is_default]
     if unknown := set(wanted) - set(known):
         parser.error(f"there is no engine {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    asked = args.workloads.split(",")
+    plan = {name: [workload for workload in asked if workload in known[name].workloads or args.engines] for name in wanted}
+    rounds, facts = read_rounds(args.rounds_file) if args.rounds_file else ([], {})
+    if not set(facts) <= set(wanted):
+        parser.error(f"{args.rounds_file} has rounds of other engines ({', '.join(facts)})")
     logs = args.folder / "logs"
     logs.mkdir(exist_ok=True)
-    engines: dict[str, EngineProcess] = {}
+    started: dict[str, EngineProcess] = {}
+    failed: dict[str, str] = {}
     try:
-        for name in wanted:
-            engines[name] = EngineProcess(name, known[name], logs)
-            sys.stderr.write(f"{name} is ready after {engines[name].facts['ready_s']:.1f} s: {engines[name].facts['version']}\n")
-        runs = measure(engines, args.workloads.split(","), args.rounds)
-        facts = {name: {**engine.facts, "peak_rss_bytes": engine.peak_rss_bytes()} for name, engine in engines.items()}
+        for name in wanted if len(rounds) < args.rounds else ():
+            try:
+                started[name] = EngineProcess(name, known[name].command, logs)
+            except EngineFailed as error:
+                _leave_out(started, name, error, failed)
+                continue
+            sys.stderr.write(f"{name} is ready after {started[name].facts['ready_s']:.1f} s: {started[name].facts['version']}\n")
+        if started:
+            sys.stderr.write("a round that does not count\n")
+            one_round(started, {name: plan[name] if name not in peers.SLOW else [] for name in started}, WARM_UP_SEED, failed)
+        for seed in range(len(rounds), args.rounds):
+            sys.stderr.write(f"round {seed + 1} of {args.rounds}\n")
+            number = one_round(started, plan, seed, failed)
+            for name, engine in started.items():
+                facts[name] = {**engine.facts, "precision": known[name].precision, "peak_rss_bytes": engine.peak_rss_bytes()}
+            rounds.append(number)
+            if args.rounds_file:
+                _add_round(args.rounds_file, number, facts)
+            sys.stderr.write(f"  {number.seconds:.0f} s; about {(args.rounds - seed - 1) * number.seconds / 60:.0f} minutes more\n")
     finally:
-        for engine in engines.values():
+        for engine in started.values():
             engine.close()
-    judged = judge(runs)
-    line = json.dumps({"benchmark": "peers", "rounds": args.rounds, "engines": facts, "goals": judged, "runs": runs})
-    print(report(runs, facts, judged))
+    judged = judge(rounds)
+    facts = {name: facts[name] for name in wanted if name in facts}
+    text = f"{conditions(rounds, args.threads, failed)}\n\n{report(rounds, facts, judged)}"
+    line = json.dumps({"benchmark": "peers", "engines": facts, "goals": judged, "rounds": [number._asdict() for number in rounds]})
+    print(text)
     print(line)
+    if args.markdown:
+        args.markdown.write_text(text + "\n", encoding="utf-8")
     if args.output_json:
         args.output_json.write_text(line + "\n", encoding="utf-8")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ the first one after it that may, and the likeliest ids are those that follow the
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxpaged.logprobs import LogprobRows, StepResult
+from jaxpaged.logprobs import StepResult
 from jaxpaged.request import MAX_LOGPROBS, MAX_SEED, SEED_STRIDE
 from jaxpaged.sampling import NO_ID
 from jaxpaged.slot_rows import SlotRow
@@ -117,12 +116,12 @@ def script_result(
         prompt: of `scored_tokens`.
         pooled: of `pooled_rows`.
     """
-    rows: Any = script_rows(ids, scripted, num_logprobs, vocab)
+    rows = script_rows(ids, scripted, num_logprobs, vocab)
     return StepResult(ids, rows, script_rows(*prompt, vocab), pooled)  # type: ignore[arg-type]  # numpy stands for the device's arrays
 
 
-def script_rows(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> Any:
-    """Log-probabilities of `ids` and of the likeliest ones; zeros if no row wants any."""
+def script_rows(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray, vocab: int) -> np.ndarray:
+    """Columns of log-probabilities of `ids` and of the likeliest ones; zeros if no row wants any."""
     num_top = min(MAX_LOGPROBS, vocab)
     distances = np.arange(num_top)
     total = np.log(np.exp(-np.arange(vocab, dtype=np.float64)).sum())
@@ -130,4 +129,5 @@ def script_rows(ids: np.ndarray, scripted: np.ndarray, num_logprobs: np.ndarray,
     away = np.where(ids == NO_ID, 0, (ids - scripted) % vocab) * is_wanted
     top_ids = ((scripted[:, None] + distances) % vocab * is_wanted).astype(np.int32)
     top = np.broadcast_to((-distances - total) * is_wanted, top_ids.shape).astype(np.float32)
-    return LogprobRows(((-away - total) * is_wanted).astype(np.float32), ((away + 1) * is_wanted).astype(np.int32), top_ids, top)  # type: ignore[arg-type]
+    floats = np.column_stack([((-away - total) * is_wanted).astype(np.float32), top])
+    return np.column_stack([floats.view(np.int32), ((away + 1) * is_wanted).astype(np.int32), top_ids])

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from jaxpaged import options
-from jaxpaged.config import ALIASES, GIB, MIB, REDACTED, Config, ModelConfig, ServerConfig
+from jaxpaged.config import GIB, MIB, REDACTED, Config, ModelConfig, ServerConfig
+from jaxpaged.option_aliases import ALIASES
 
 
 def test_every_field_has_a_doc_and_a_type_that_options_can_have() -> None:

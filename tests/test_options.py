@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged import options
-from jaxpaged.config import ALIASES, REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
+from jaxpaged.config import REDACTED, CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.option_aliases import ALIASES
 from jaxpaged.option_values import parse_size
 from tests.sample_options import ANOTHER_VALUE
 

@@ -42,6 +42,13 @@ class Target(NamedTuple):
     timeout_s: float = 6 * 3600.0
 
 
+def told_setup(target: Target, now: time.struct_time) -> dict[str, str | None]:
+    """What `vllm bench serve` writes of its set-up. Tokens are those of the server's counts: there is no tokenizer."""
+    backend = "openai-chat" if target.endpoint == "chat" else "openai"
+    told = {"date": time.strftime("%Y%m%d-%H%M%S", now), "endpoint_type": backend, "backend": backend, "label": None}
+    return {**told, "model_id": target.model, "tokenizer_id": None}
+
+
 def find_model(url: str, api_key: str | None) -> str:
     """The first model that the server names.
 

@@ -71,6 +71,19 @@ def run(engine: Any, jobs: Sequence[Job], *, on_done: Callable[[Outcome], None] 
     return [done[job.name] for job in jobs]
 
 
+def throughput(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
+    """The keys of `vllm bench throughput`; requests that failed count for nothing."""
+    good = [outcome for outcome in outcomes if not outcome.error]
+    num_tokens = sum(outcome.num_prompt + outcome.num_output for outcome in good)
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(outcomes),
+        "total_num_tokens": num_tokens,
+        "requests_per_second": len(good) / seconds,
+        "tokens_per_second": num_tokens / seconds,
+    }
+
+
 def request_of(job: Job) -> Request:
     """A greedy request that runs to its full length."""
     params = SamplingParams(temperature=0.0, max_tokens=job.num_output, ignore_eos=True, output_kind=RequestOutputKind.DELTA)

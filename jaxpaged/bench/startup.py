@@ -50,12 +50,18 @@ def measure(argv: Sequence[str]) -> Run:
         if child.returncode != 0:
             raise ConfigError(f"the start failed with status {child.returncode}")
         marks: list[Mark] = [*json.loads(path.read_text(encoding="utf-8")), ("exit", ended_s, usage.ru_utime + usage.ru_stime)]
+    return Run(ledger(begun_s, marks), usage.ru_maxrss / 1024)
+
+
+def ledger(begun_s: float, marks: Sequence[Mark]) -> dict[str, tuple[float, float]]:
+    """Phase -> (seconds, CPU seconds), which add up to the time from `begun_s` to the last mark; a phase that comes again is one entry."""
     phases: dict[str, tuple[float, float]] = {}
     before_s, before_cpu_s = begun_s, 0.0
     for name, at_s, cpu_s in marks:
-        phases[name] = (at_s - before_s, cpu_s - before_cpu_s)
+        so_far_s, so_far_cpu_s = phases.get(name, (0.0, 0.0))
+        phases[name] = (so_far_s + at_s - before_s, so_far_cpu_s + cpu_s - before_cpu_s)
         before_s, before_cpu_s = at_s, cpu_s
-    return Run(phases, usage.ru_maxrss / 1024)
+    return phases
 
 
 def table(runs: Sequence[Run]) -> str:

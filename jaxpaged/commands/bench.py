@@ -178,7 +178,9 @@ def _summed(
     errors = sorted({outcome.error for outcome in outcomes if outcome.error})
     for error in errors[:MAX_SHOWN_ERRORS]:
         sys.stderr.write(f"failed: {error}\n")
-    return "\n".join([text, *lines]), {**extra, **made, "request_rate": None if math.isinf(rate) else rate}, int(has_failed(outcomes))
+    # "inf", as vLLM writes it: JSON has no such number.
+    arrivals = {"request_rate": "inf" if math.isinf(rate) else rate, "burstiness": 1.0 if args.burstiness is None else args.burstiness}
+    return "\n".join([text, *lines]), {**extra, **arrivals, **made}, int(has_failed(outcomes))
 
 
 def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
@@ -212,8 +214,7 @@ def _throughput(args: argparse.Namespace, make: MakeEngine) -> Measured:
             "dtype": facts.started.dtype,
             "quantization": facts.started.quantization or None,
             "workload": _workload(args),
-            "elapsed_time": seconds,
-            "num_requests": len(jobs),
+            **in_process.throughput(outcomes, seconds),
             "memory_bytes_per_s": machine.bandwidth,
             "flops_per_s": machine.flops,
             "floor_s": least_s,
@@ -258,7 +259,7 @@ def _latency(args: argparse.Namespace, make: MakeEngine) -> Measured:
     told = {f"{percentile:g}": float(np.percentile(took_s, percentile)) for percentile in percentiles}
     lines = [f"Avg latency: {np.mean(took_s):.3f} seconds", f"Median latency: {np.median(took_s):.3f} seconds"]
     lines += [f"{name}% percentile latency: {seconds:.3f} seconds" for name, seconds in told.items()]
-    result = {"model": facts.started.model, "avg_latency": float(np.mean(took_s)), "latencies": took_s, "percentiles": told}
+    result = {"model_id": facts.started.model, "avg_latency": float(np.mean(took_s)), "latencies": took_s, "percentiles": told}
     return "\n".join(lines), result, 0
 
 
@@ -317,7 +318,12 @@ def _serve(args: argparse.Namespace, make: MakeEngine) -> Measured:
         outcomes = http_load.run(target, jobs, max_concurrency=args.max_concurrency, on_done=on_done)
     seconds = time.perf_counter() - begun_s
     # The server's hardware is not ours to measure.
-    extra = {"model_id": model, "num_prompts": len(jobs), "max_concurrency": args.max_concurrency, "share_of_floor": None}
+    extra = {
+        **http_load.told_setup(target, time.localtime()),
+        "num_prompts": len(jobs),
+        "max_concurrency": args.max_concurrency,
+        "share_of_floor": None,
+    }
     return _summed(args, outcomes, seconds, extra)
 
 

@@ -18,8 +18,8 @@ ffi::Error dense_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer m
   if (index < 0 || index >= shape[0]) return ffi::Error::InvalidArgument("dense_matmul: there is no such layer");
   jaxpaged::XlaThreads threads(pool);
   const auto run = [&](auto* numbers, const auto* weights) {
-    jaxpaged::dense::matmul(threads, jaxpaged::dense::best_level(), numbers, rows[0], weights + index * shape[1] * shape[2], shape[1], shape[2],
-                            out->typed_data());
+    const auto* const matrix = weights + index * shape[1] * shape[2];
+    jaxpaged::dense::matmul(threads, jaxpaged::dense::best_level(), numbers, rows[0], matrix, shape[1], shape[2], out->typed_data());
     return ffi::Error::Success();
   };
   switch (x.element_type()) {

@@ -1,6 +1,6 @@
 // Some outputs of bfloat16 rows with Intel's matrix tiles; included by dense.h, compiled for processors that have them.
 //
-// A tile of weights is 16 outputs times 32 numbers as they lie in the matrix; a tile of rows is packed, 16 rows times 32 numbers in pairs, and
+// A tile of weights is 16 outputs times 32 numbers as they lie in the matrix; a tile of rows is packed, 16 rows times 32 numbers in pairs;
 // their product is 16 outputs times 16 rows of float32 sums. Each sum is of one row and one output, added up 32 numbers at a time in the
 // order of the numbers: the same bits whatever rows and outputs lie beside it.
 #pragma once
@@ -50,8 +50,10 @@ inline void transpose(__m512i (&tile)[kSide]) {
     quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
   }
   for (int i = 0; i < 4; ++i) {
-    const __m512i even0 = _mm512_shuffle_i32x4(quads[i], quads[4 + i], 0x88), odd0 = _mm512_shuffle_i32x4(quads[i], quads[4 + i], 0xdd);
-    const __m512i even1 = _mm512_shuffle_i32x4(quads[8 + i], quads[12 + i], 0x88), odd1 = _mm512_shuffle_i32x4(quads[8 + i], quads[12 + i], 0xdd);
+    const __m512i even0 = _mm512_shuffle_i32x4(quads[i], quads[4 + i], 0x88);
+    const __m512i even1 = _mm512_shuffle_i32x4(quads[8 + i], quads[12 + i], 0x88);
+    const __m512i odd0 = _mm512_shuffle_i32x4(quads[i], quads[4 + i], 0xdd);
+    const __m512i odd1 = _mm512_shuffle_i32x4(quads[8 + i], quads[12 + i], 0xdd);
     tile[i] = _mm512_shuffle_i32x4(even0, even1, 0x88);
     tile[4 + i] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
     tile[8 + i] = _mm512_shuffle_i32x4(even0, even1, 0xdd);
@@ -122,48 +124,53 @@ inline void store(const uint32_t* sums, float* out, int64_t num_out, int64_t num
   for (int64_t r = 0; r < std::min(num_rows, kSide); ++r) _mm512_mask_storeu_epi32(out + r * num_out, mask, tile[r]);
 }
 
+// Where sums of up to kOutTiles times 16 outputs go.
+struct Outputs {
+  float* out;  // of the first row and output; rows are num_out apart
+  int64_t num_out, num_rows, num_outs;
+};
+
+// kRowTiles times 16 rows from `row` on.
 template <int kOutTiles, int kRowTiles, bool kIsFirst>
-inline void run(const Weights& weights, const uint32_t* rows, int64_t num_steps, float* out, int64_t num_out, int64_t num_rows, int64_t num_outs) {
+inline void run(const Weights& weights, const uint32_t* rows, int64_t row, int64_t num_steps, const Outputs& to) {
   alignas(64) uint32_t sums[kOutTiles * kRowTiles * kTileWords];
-  block<kOutTiles, kRowTiles, kIsFirst>(weights, rows, num_steps, sums);
-  for (int64_t o = 0; o < kOutTiles; ++o)
-    for (int64_t r = 0; r < kRowTiles; ++r)
-      store(sums + (o * kRowTiles + r) * kTileWords, out + r * kSide * num_out + o * kSide, num_out, num_rows - r * kSide, num_outs - o * kSide);
+  block<kOutTiles, kRowTiles, kIsFirst>(weights, rows + row / kSide * num_steps * kTileWords, num_steps, sums);
+  for (int64_t o = 0; o < kOutTiles; ++o) {
+    for (int64_t r = 0; r < kRowTiles; ++r) {
+      const int64_t first = row + r * kSide;
+      store(sums + (o * kRowTiles + r) * kTileWords, to.out + first * to.num_out + o * kSide, to.num_out, to.num_rows - first,
+            to.num_outs - o * kSide);
+    }
+  }
 }
 
-// Up to 16 * kOutTiles outputs of all rows.
 template <int kOutTiles>
-inline void run_all(const Weights& weights, const uint32_t* rows, int64_t num_steps, float* out, int64_t num_out, int64_t num_rows, int64_t num_outs) {
-  const auto at = [&](int64_t row) { return rows + row / kSide * num_steps * kTileWords; };
-  int64_t row = 0;
-  if (num_rows <= kSide) {
-    run<kOutTiles, 1, true>(weights, rows, num_steps, out, num_out, num_rows, num_outs);
-    return;
-  }
-  run<kOutTiles, 2, true>(weights, rows, num_steps, out, num_out, num_rows, num_outs);
-  for (row = 2 * kSide; row + kSide < num_rows; row += 2 * kSide)
-    run<kOutTiles, 2, false>(weights, at(row), num_steps, out + row * num_out, num_out, num_rows - row, num_outs);
-  if (row < num_rows) run<kOutTiles, 1, false>(weights, at(row), num_steps, out + row * num_out, num_out, num_rows - row, num_outs);
+inline void run_all(const Weights& weights, const uint32_t* rows, int64_t num_steps, const Outputs& to) {
+  if (to.num_rows <= kSide) return run<kOutTiles, 1, true>(weights, rows, 0, num_steps, to);
+  run<kOutTiles, 2, true>(weights, rows, 0, num_steps, to);
+  int64_t row = 2 * kSide;
+  for (; row + kSide < to.num_rows; row += 2 * kSide) run<kOutTiles, 2, false>(weights, rows, row, num_steps, to);
+  if (row < to.num_rows) run<kOutTiles, 1, false>(weights, rows, row, num_steps, to);
 }
 
 // Outputs [first, last) of rows that `pack` packed, 16 by 16; `out` [num_rows, num_out].
-inline void multiply(const uint32_t* rows, int64_t num_rows, const BFloat16* matrix, int64_t num_out, int64_t num_in, int64_t first, int64_t last,
-                     float* out) {
+inline void multiply(const uint32_t* rows, int64_t num_rows, const BFloat16* matrix, int64_t num_out, int64_t num_in, int64_t first,
+                     int64_t last, float* out) {
   const Tiles tiles;
   const int64_t num_steps = steps(num_in), stride = num_in * sizeof(BFloat16);
   for (int64_t o = first; o < last; o += 2 * kSide) {
-    const int64_t num_outs = std::min(2 * kSide, last - o);
+    const Outputs to{out + o, num_out, num_rows, std::min(2 * kSide, last - o)};
     Weights weights{reinterpret_cast<const char*>(matrix + o * num_in), stride};
-    if (num_outs % kSide != 0 || num_in % kNumbers != 0) {
+    if (to.num_outs % kSide != 0 || num_in % kNumbers != 0) {
       // Tiles would reach beyond the matrix, or into the next row.
       static thread_local std::vector<BFloat16> whole;
       const int64_t wide = num_steps * kNumbers;
       whole.assign(2 * kSide * wide, BFloat16{0});
-      for (int64_t i = 0; i < num_outs; ++i) std::memcpy(whole.data() + i * wide, matrix + (o + i) * num_in, stride);
+      for (int64_t i = 0; i < to.num_outs; ++i) std::memcpy(whole.data() + i * wide, matrix + (o + i) * num_in, stride);
       weights = {reinterpret_cast<const char*>(whole.data()), wide * static_cast<int64_t>(sizeof(BFloat16))};
     }
-    if (num_outs > kSide) run_all<2>(weights, rows, num_steps, out + o, num_out, num_rows, num_outs);
-    else run_all<1>(weights, rows, num_steps, out + o, num_out, num_rows, num_outs);
+    if (to.num_outs > kSide) run_all<2>(weights, rows, num_steps, to);
+    else run_all<1>(weights, rows, num_steps, to);
   }
 }
 

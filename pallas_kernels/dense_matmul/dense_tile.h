@@ -1,6 +1,6 @@
 // Some outputs of all rows by vectors; included by dense.h once for each set of instructions (no include guard), in the namespace
-// JAXPAGED_DENSE. JAXPAGED_DENSE_LANES: sums of a vector. With JAXPAGED_DENSE_PAIRS rows and weights are bfloat16, and a sum takes two products
-// at a time.
+// JAXPAGED_DENSE. JAXPAGED_DENSE_LANES: sums of a vector. With JAXPAGED_DENSE_PAIRS rows and weights are bfloat16, and a sum takes two
+// products at a time.
 
 namespace jaxpaged {
 namespace dense {
@@ -56,8 +56,8 @@ inline void store_totals(const Vector (&sums)[kBlockOuts], int64_t num_outs, flo
   const __m512 a = (__m512)sums[0], b = (__m512)sums[1], c = (__m512)sums[2], d = (__m512)sums[3];
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m512d ab_pairs = _mm512_castps_pd(ab), cd_pairs = _mm512_castps_pd(cd);
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab_pairs, cd_pairs)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab_pairs, cd_pairs)));
+  const __m512d even = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), odd = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+  const __m512 all = _mm512_add_ps((__m512)even, (__m512)odd);
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
   _mm_mask_storeu_ps(out, (1u << num_outs) - 1, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #else

@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementation, Op, choose
-from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
+from pallas_kernels.grouped_matmul import cpu, mosaic_gpu, reference, xla
 
 
 def _common_refusals(x: Any, weights: Any, group_sizes: Any, *, layer: Any) -> list[str]:
@@ -34,15 +34,20 @@ def _mosaic_gpu_refusals(x: Any, weights: Any, *args: Any, **options: Any) -> li
     return _common_refusals(x, weights, *args, **options) or mosaic_gpu.refusals(x, weights)
 
 
+def _cpu_refusals(x: Any, weights: Any, *args: Any, **options: Any) -> list[str]:
+    return _common_refusals(x, weights, *args, **options) or cpu.refusals(x)
+
+
 OP = Op(
     name="grouped_matmul",
     implementations={
         "reference": Implementation("reference", reference.grouped_matmul, _common_refusals),
         "xla": Implementation("xla", xla.grouped_matmul, _common_refusals),
+        "cpu": Implementation("cpu", cpu.grouped_matmul, _cpu_refusals),
         "mosaic_gpu": Implementation("mosaic_gpu", mosaic_gpu.grouped_matmul, _mosaic_gpu_refusals),
     },
     # No card has run the Mosaic kernel yet, so it runs when asked for by name.
-    preference={"default": ("xla",)},
+    preference={"default": ("xla",), "cpu": ("cpu", "xla")},
 )
 
 
@@ -62,7 +67,7 @@ def grouped_matmul(
             experts are ever sliced out of the stack: a step of few rows reads few of them.
         group_sizes: rows of each group, none negative, together at most those of `x`.
         layer: index into the leading axis of the weights.
-        implementation: "reference", "xla" or "mosaic_gpu"; None takes the best for the device.
+        implementation: "reference", "xla", "cpu" or "mosaic_gpu"; None takes the best for the device.
 
     Returns:
         Float32 sums; float32 operands are never rounded to TF32.

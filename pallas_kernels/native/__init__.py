@@ -15,6 +15,7 @@ TARGETS = (
     "jaxpaged_int8_matmul",
     "jaxpaged_paged_attention",
     "jaxpaged_dense_matmul",
+    "jaxpaged_grouped_matmul",
     "jaxpaged_q4_matmul",
     "jaxpaged_q8_matmul",
     "jaxpaged_kv_write",

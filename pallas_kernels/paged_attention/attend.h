@@ -27,7 +27,9 @@ namespace jaxpaged {
 namespace attention {
 
 constexpr int64_t kBlock = 64;      // positions
-constexpr int64_t kTileRows = 64;   // query rows of a tile, when a KV head has fewer query heads than that
+constexpr int64_t kTileRows = 144;  // query rows of a tile at most, when a KV head has fewer query heads than that
+constexpr int64_t kLeastRows = 48;
+constexpr int64_t kChunks = 4;      // of a thread, if there is so much work
 constexpr float kNothing = -INFINITY;
 
 // What pages and queries are made of.
@@ -83,7 +85,7 @@ struct Call {
 
 // Query rows of one sequence and KV head: the tokens [first, first + count) of those that the sequence has in this step.
 struct Tile {
-  int64_t seq, kv_head, first, count;
+  int64_t seq, kv_head, first, count, cost;
 };
 
 // Memory of a thread, kept between calls.
@@ -168,11 +170,29 @@ inline bool has_tiles() {
 #endif
 }
 
+template <typename Query, typename Page>
+void attend_one(Instructions instructions, bool with_tiles, const Call<Query, Page>& call, const Tile& tile) {
+  static thread_local Scratch scratch;
+#if defined(JAXPAGED_AMX)
+  if constexpr (std::is_same_v<Query, BFloat16> && std::is_same_v<Page, BFloat16>)
+    if (with_tiles) return amx::attend_tile(call, tile, scratch);
+#endif
+  switch (instructions) {
+#if defined(JAXPAGED_TILES_OF_X86)
+    case Instructions::kAvx512Vnni: return avx512::attend_tile(call, tile, scratch);
+    case Instructions::kAvx2: return avx2::attend_tile(call, tile, scratch);
+#endif
+    default: return portable::attend_tile(call, tile, scratch);
+  }
+}
+
 // `with_tiles`: bfloat16 rows over bfloat16 pages take matrix tiles; only where `has_tiles`.
 template <typename Query, typename Page>
 void attend(Threads& threads, Instructions instructions, bool with_tiles, const Call<Query, Page>& call) {
   const int64_t width = call.kv_heads * call.heads_per_kv_head * call.head_dim;
-  const int64_t tokens_of_tile = std::max<int64_t>(1, kTileRows / call.heads_per_kv_head);
+  const int64_t share = call.tokens * call.kv_heads * call.heads_per_kv_head / (kChunks * threads.count());
+  const int64_t rows_of_tile = std::min(kTileRows, std::max<int64_t>(1, (share + kLeastRows - 1) / kLeastRows) * kLeastRows);
+  const int64_t tokens_of_tile = std::max<int64_t>(1, rows_of_tile / call.heads_per_kv_head);
   std::vector<Tile> tiles;
   int64_t live = 0;
   for (int64_t seq = 0; seq < call.seqs; ++seq) {
@@ -180,24 +200,18 @@ void attend(Threads& threads, Instructions instructions, bool with_tiles, const 
     const int64_t stop = std::max<int64_t>(start, std::min<int64_t>(call.cu_q_lens[seq + 1], call.tokens));
     live = stop;
     for (int64_t first = 0; first < stop - start; first += tokens_of_tile) {
-      const int64_t count = std::min(tokens_of_tile, stop - start - first);
-      for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) tiles.push_back({seq, kv_head, first, count});
+      const int64_t count = std::min(tokens_of_tile, stop - start - first), rows = count * call.heads_per_kv_head;
+      const int64_t seen = std::min(call.kv_lens[seq] - (stop - start) + first + count, call.window + count);
+      const int64_t cost = (seen + kBlock) * (rows + kLeastRows);  // what a block takes by itself is that of some rows
+      for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) tiles.push_back({seq, kv_head, first, count, cost});
     }
   }
   std::memset(static_cast<void*>(call.out + live * width), 0, (call.tokens - live) * width * sizeof(Query));
-  for_chunks(threads, tiles.size(), [&tiles, &call, instructions, with_tiles](int64_t chunk) {
-    static thread_local Scratch scratch;
-#if defined(JAXPAGED_AMX)
-    if constexpr (std::is_same_v<Query, BFloat16> && std::is_same_v<Page, BFloat16>)
-      if (with_tiles) return amx::attend_tile(call, tiles[chunk], scratch);
-#endif
-    switch (instructions) {
-#if defined(JAXPAGED_TILES_OF_X86)
-      case Instructions::kAvx512Vnni: return avx512::attend_tile(call, tiles[chunk], scratch);
-      case Instructions::kAvx2: return avx2::attend_tile(call, tiles[chunk], scratch);
-#endif
-      default: return portable::attend_tile(call, tiles[chunk], scratch);
-    }
+  // The longest first, so that no thread begins one when the others are done; KV heads lie side by side in a page and stay together.
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
+  const int64_t num_tiles = tiles.size(), of_chunk = num_tiles / call.kv_heads >= kChunks * threads.count() ? call.kv_heads : 1;
+  for_chunks(threads, num_tiles / of_chunk, [&tiles, &call, instructions, with_tiles, of_chunk](int64_t chunk) {
+    for (int64_t tile = chunk * of_chunk; tile < (chunk + 1) * of_chunk; ++tile) attend_one(instructions, with_tiles, call, tiles[tile]);
   });
 }
 

@@ -39,7 +39,8 @@ inline __m512 across(const __m512* vectors) {
     halves[i] = both(_mm512_shuffle_f32x4(vectors[i], vectors[i + 8], 0x44), _mm512_shuffle_f32x4(vectors[i], vectors[i + 8], 0xee));
   for (int i = 0; i < 4; ++i)
     quarters[i] = both(_mm512_shuffle_f32x4(halves[i], halves[i + 4], 0x88), _mm512_shuffle_f32x4(halves[i], halves[i + 4], 0xdd));
-  for (int i = 0; i < 2; ++i) pairs[i] = both(_mm512_shuffle_ps(quarters[i], quarters[i + 2], 0x44), _mm512_shuffle_ps(quarters[i], quarters[i + 2], 0xee));
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = both(_mm512_shuffle_ps(quarters[i], quarters[i + 2], 0x44), _mm512_shuffle_ps(quarters[i], quarters[i + 2], 0xee));
   const __m512 mixed = both(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
   return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), mixed);
 }
@@ -67,7 +68,7 @@ inline void turn(const __m512i* in, uint32_t* out, int64_t stride) {
   }
 }
 
-// Rows of a block that a tile sees: positions [first, last) of it, and where each lies.
+// A block, beginning at position `start`, of which a tile sees [first, last), and where each of its positions lies.
 struct Block {
   int64_t first, last, start;
   int64_t places[kBlock];
@@ -75,14 +76,13 @@ struct Block {
 
 // One tile's work; its memory is the thread's.
 struct Work {
-  using Page = BFloat16;
   const Call<BFloat16, BFloat16>& call;
   const Tile& tile;
   const int64_t heads, num_rows, num_groups, width;  // width: head_dim rounded up to whole tiles
   const bool is_few, lies_well;                      // lies_well: 16 positions of a page are a tile
   const float factor;                                // of logits
   int64_t start, kv_len, before;
-  float *sums, *logits, *peaks, *totals;             // [rows, width], its columns mixed; [2, 16, kBlock] or [kBlock, 16]; [rows] each
+  float *sums, *logits, *peaks, *totals;             // [rows, width], its columns mixed; [16, kBlock] or [kBlock, 16]; [rows] each
   BFloat16 *q, *weights, *keys;                      // [rows, width] or in pairs [width / 2, 16]; [16, kBlock]; [kBlock, width]
   uint32_t *turned, *values;                         // pairs: [width / 2, kBlock], [kBlock / 2, width], its columns mixed
   Block block;
@@ -90,15 +90,17 @@ struct Work {
   Work(const Call<BFloat16, BFloat16>& call, const Tile& tile, Scratch& scratch)
       : call(call), tile(tile), heads(call.heads_per_kv_head), num_rows(tile.count * heads), num_groups((num_rows + kGroup - 1) / kGroup),
         width((call.head_dim + kDims - 1) / kDims * kDims), is_few(num_rows <= kFewRows),
-        lies_well(call.head_dim % kDims == 0 && call.page_size % kGroup == 0), factor(call.soft_cap != 0.0f ? kLog2E : call.scale * kLog2E) {
+        lies_well(call.head_dim % kDims == 0 && call.page_size % kGroup == 0),
+        factor(call.soft_cap != 0.0f ? kLog2E : call.scale * kLog2E) {
     const int64_t rows = num_groups * kGroup;
-    float* memory = scratch.at_least(rows * width + 2 * kGroup * kBlock + 2 * rows + rows * width / 2 + kGroup * kBlock / 2 + 3 * kBlock * width / 2);
+    const int64_t of_rows = rows * width + 2 * rows + rows * width / 2, of_block = 3 * kBlock * width / 2, of_group = kGroup * kBlock * 3 / 2;
+    float* memory = scratch.at_least(of_rows + of_block + of_group);
     const auto taken = [&memory](int64_t count) {
       float* const own = memory;
       memory += count;
       return own;
     };
-    sums = taken(rows * width), logits = taken(2 * kGroup * kBlock), peaks = taken(rows), totals = taken(rows);
+    sums = taken(rows * width), logits = taken(kGroup * kBlock), peaks = taken(rows), totals = taken(rows);
     q = reinterpret_cast<BFloat16*>(taken(rows * width / 2)), weights = reinterpret_cast<BFloat16*>(taken(kGroup * kBlock / 2));
     keys = reinterpret_cast<BFloat16*>(taken(kBlock * width / 2));
     turned = reinterpret_cast<uint32_t*>(taken(kBlock * width / 2)), values = reinterpret_cast<uint32_t*>(taken(kBlock * width / 2));
@@ -106,7 +108,9 @@ struct Work {
     before = kv_len - (call.cu_q_lens[tile.seq + 1] - call.cu_q_lens[tile.seq]) + tile.first;
   }
 
-  int64_t place(int64_t row) const { return ((start + row / heads) * call.kv_heads + tile.kv_head) * heads * call.head_dim + row % heads * call.head_dim; }
+  int64_t place(int64_t row) const {
+    return (((start + row / heads) * call.kv_heads + tile.kv_head) * heads + row % heads) * call.head_dim;
+  }
   int64_t position_of(int64_t row) const { return call.is_causal ? before + row / heads : kv_len - 1; }
   int64_t lowest_of(int64_t row) const { return std::max<int64_t>(0, position_of(row) - call.window + 1); }
 
@@ -167,7 +171,7 @@ struct Work {
     }
   }
 
-  // 16 positions' keys, one after another; those that are not seen may be anything.
+  // 16 positions' keys, `width` numbers apart; those that are not seen may be anything.
   const BFloat16* keys_at(int64_t position) const {
     return lies_well ? call.k_pages + block.places[position] : keys + position * width;
   }
@@ -237,7 +241,8 @@ struct Work {
     alignas(64) float few[kFewRows * kBlock];
     if (is_few) {
       for (int64_t row = 0; row < rows; ++row)
-        for (int64_t lane = 0; lane < kBlock; lane += kGroup) _mm512_store_ps(few + row * kBlock + lane, _mm512_i32gather_ps(column, own + lane * kGroup + row, 4));
+        for (int64_t lane = 0; lane < kBlock; lane += kGroup)
+          _mm512_store_ps(few + row * kBlock + lane, _mm512_i32gather_ps(column, own + lane * kGroup + row, 4));
       own = few;
     }
     if (call.soft_cap != 0.0f)
@@ -250,8 +255,8 @@ struct Work {
                           lowest_of(first_row + rows - 1) <= block.start;
     for (int64_t row = 0; row < rows; ++row) {
       float* const logit = own + row * kBlock;
-      __m512 a = _mm512_mul_ps(_mm512_load_ps(logit), by), b = _mm512_mul_ps(_mm512_load_ps(logit + kGroup), by);
-      __m512 c = _mm512_mul_ps(_mm512_load_ps(logit + 2 * kGroup), by), d = _mm512_mul_ps(_mm512_load_ps(logit + 3 * kGroup), by);
+      const auto scaled = [logit, by](int64_t panel) { return _mm512_mul_ps(_mm512_load_ps(logit + panel * kGroup), by); };
+      __m512 a = scaled(0), b = scaled(1), c = scaled(2), d = scaled(3);
       if (!is_whole) {
         const int64_t from = std::max(lowest_of(first_row + row) - block.start, int64_t{0});
         const int64_t to = std::max<int64_t>(std::min(position_of(first_row + row) + 1 - block.start, block.last), 0);
@@ -260,7 +265,8 @@ struct Work {
         a = _mm512_mask_mov_ps(nothing, visible, a), b = _mm512_mask_mov_ps(nothing, visible >> 16, b);
         c = _mm512_mask_mov_ps(nothing, visible >> 32, c), d = _mm512_mask_mov_ps(nothing, visible >> 48, d);
       }
-      _mm512_store_ps(logit, a), _mm512_store_ps(logit + kGroup, b), _mm512_store_ps(logit + 2 * kGroup, c), _mm512_store_ps(logit + 3 * kGroup, d);
+      _mm512_store_ps(logit, a), _mm512_store_ps(logit + kGroup, b);
+      _mm512_store_ps(logit + 2 * kGroup, c), _mm512_store_ps(logit + 3 * kGroup, d);
       both[row] = _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d));
     }
     const __m512 old = _mm512_load_ps(peaks + first_row), peak = _mm512_max_ps(old, across<false>(both));
@@ -275,8 +281,8 @@ struct Work {
     for (int64_t row = 0; row < rows; ++row) {
       const float* const logit = own + row * kBlock;
       const __m512 off = _mm512_set1_ps(finite[row]);
-      const __m512 a = power_of_two(_mm512_sub_ps(_mm512_load_ps(logit), off)), b = power_of_two(_mm512_sub_ps(_mm512_load_ps(logit + kGroup), off));
-      const __m512 c = power_of_two(_mm512_sub_ps(_mm512_load_ps(logit + 2 * kGroup), off)), d = power_of_two(_mm512_sub_ps(_mm512_load_ps(logit + 3 * kGroup), off));
+      const auto weight = [logit, off](int64_t panel) { return power_of_two(_mm512_sub_ps(_mm512_load_ps(logit + panel * kGroup), off)); };
+      const __m512 a = weight(0), b = weight(1), c = weight(2), d = weight(3);
       _mm512_store_si512(weights + row * kBlock, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
       _mm512_store_si512(weights + row * kBlock + kDims, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(d, c)));
       both[row] = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
@@ -327,7 +333,8 @@ struct Work {
       for (int64_t dim = 0; dim < call.head_dim; dim += kDims) {
         const __m512 low = _mm512_mul_ps(_mm512_load_ps(sums + row * width + dim), by);
         const __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + row * width + dim + kGroup), by);
-        const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, second, high), _mm512_permutex2var_ps(low, first, high)));
+        const __m512 front = _mm512_permutex2var_ps(low, first, high), back = _mm512_permutex2var_ps(low, second, high);
+        const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(back, front));
         const __mmask32 rest = call.head_dim - dim >= kDims ? ~0u : (1u << (call.head_dim - dim)) - 1;
         _mm512_mask_storeu_epi16(out + dim, rest, both);
       }

@@ -163,6 +163,7 @@ void attend_tile(const Call<Query, Page>& call, const Tile& tile, Scratch& scrat
   if (width > head_dim) std::memset(keys, 0, 2 * kBlock * width * sizeof(float));
   for (int64_t block = lowest / kBlock * kBlock; block < highest; block += kBlock) {
     const int64_t first = std::max(lowest - block, int64_t{0}), last = std::min(highest - block, kBlock);
+    int64_t offset = 0, left = 0;  // left: positions of a page that lie one after another
     for (int64_t position = 0; position < kBlock; ++position) {
       float* const key = keys + position * width;
       float* const value = values + position * width;
@@ -170,7 +171,12 @@ void attend_tile(const Call<Query, Page>& call, const Tile& tile, Scratch& scrat
         std::memset(key, 0, head_dim * sizeof(float));
         continue;
       }
-      const int64_t offset = call.offset(tile.seq, tile.kv_head, block + position);
+      offset += head_dim;
+      if (left == 0) {
+        offset = call.offset(tile.seq, tile.kv_head, block + position);
+        left = call.page_size - (block + position) % call.page_size;
+      }
+      --left;
       const Page* const own_key = call.k_pages + offset;
       const Page* const own_value = call.v_pages + offset;
       for (int64_t dim = 0; dim < head_dim; ++dim) key[dim] = widened(own_key[dim]);

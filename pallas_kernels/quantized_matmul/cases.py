@@ -37,6 +37,7 @@ CASES = (
     Case("q4_one_row", "q4", 1, 32, 16),
     Case("q4_primes", "q4", 13, 352, 112),
     Case("q4_layers", "q4", 3, 96, 48, layers=3),
+    Case("q4_rows_45", "q4", 45, 96, 48, layers=2),
     Case("q8_one_row", "q8", 1, 64, 32),
     Case("q8_primes", "q8", 11, 224, 80),
     Case("q8_layers", "q8", 6, 96, 48, layers=3),

@@ -35,12 +35,14 @@ ffi::Error matmul(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Values& 
                       reinterpret_cast<const uint16_t*>(minima.untyped_data()) + place * groups::kTile, shape[1], shape[2]};
   jaxpaged::XlaThreads threads(pool);
   const auto instructions = jaxpaged::instructions();
+  const bool has_amx = instructions == jaxpaged::Instructions::kAvx512Vnni && jaxpaged::amx_is_allowed();
   switch (x.element_type()) {
     case ffi::F32:
-      groups::matmul<bits>(threads, instructions, static_cast<const float*>(x.untyped_data()), rows[0], matrix, out->typed_data());
+      groups::matmul<bits>(threads, instructions, has_amx, static_cast<const float*>(x.untyped_data()), rows[0], matrix,
+                           out->typed_data());
       return ffi::Error::Success();
     case ffi::BF16:
-      groups::matmul<bits>(threads, instructions, static_cast<const jaxpaged::BFloat16*>(x.untyped_data()), rows[0], matrix,
+      groups::matmul<bits>(threads, instructions, has_amx, static_cast<const jaxpaged::BFloat16*>(x.untyped_data()), rows[0], matrix,
                            out->typed_data());
       return ffi::Error::Success();
     default:

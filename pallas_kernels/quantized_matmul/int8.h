@@ -6,9 +6,10 @@
 #pragma once
 
 #include <limits>
+#include <optional>
 #include <vector>
 
-#include "../native/parallel.h"
+#include "../native/ranges.h"
 #include "int8_amx.h"
 #include "int8_avx2.h"
 #include "int8_avx512.h"
@@ -17,12 +18,34 @@
 namespace jaxpaged {
 namespace int8 {
 
-constexpr int64_t kChunkBytes = 32 << 10;
-constexpr int64_t kLeastOuts = 32;       // of a chunk; chunks are multiples of it
-constexpr int64_t kFewRows = 4;          // so many are multiplied as fast without tiles
+constexpr int64_t kChunkBytes = 128 << 10;
+constexpr int64_t kChunkBytesOfFew = 32 << 10;
+constexpr int64_t kLeastOuts = 32;  // of a chunk; chunks are multiples of it
+constexpr int64_t kFewRows = 2;     // so many are multiplied as fast without tiles
 
-// Up to so many rows a path is faster than XLA's own product, which packs a copy of the matrix for each call.
-inline int64_t max_rows(Path path) { return path == Path::kAmx ? std::numeric_limits<int64_t>::max() : 8; }
+// What a thread sets up before it multiplies.
+class Worker {
+ public:
+  explicit Worker(const Rows& rows) {
+#if defined(JAXPAGED_AMX)
+    if (rows.is_packed) tiles_.emplace();
+#endif
+  }
+
+ private:
+#if defined(JAXPAGED_AMX)
+  std::optional<Tiles> tiles_;
+#endif
+};
+
+// Up to so many rows a path was measured to be faster than XLA's own product, which copies the layer's matrix out of its stack first.
+inline int64_t max_rows(Path path) {
+  switch (path) {
+    case Path::kAmx: return std::numeric_limits<int64_t>::max();
+    case Path::kAvx512Vnni: return 16;
+    default: return 8;
+  }
+}
 
 // Room for so many rows, on this thread and until it asks again: it is kept between calls, since a step makes hundreds of them.
 inline Rows make_rows(Path path, int64_t num_rows, int64_t num_in) {
@@ -60,14 +83,10 @@ void quantize_block(const Rows& rows, int64_t block, const Number* x) {
   }
 }
 
-// Outputs [first, last) of all rows, on this thread.
+// Outputs [first, last) of all rows, on this thread, which holds a `Worker`.
 inline void multiply_outs(const Rows& rows, const Matrix& matrix, int64_t first, int64_t last, float* out) {
 #if defined(JAXPAGED_X86) && defined(JAXPAGED_AMX)
-  if (rows.is_packed) {
-    static thread_local std::vector<int8_t> spare;
-    if (static_cast<int64_t>(spare.size()) < kTileOuts * padded(matrix.num_in)) spare.resize(kTileOuts * padded(matrix.num_in));
-    return multiply_amx(rows, matrix, first, last, spare.data(), out);
-  }
+  if (rows.is_packed) return multiply_amx(rows, matrix, first, last, out);
 #endif
 #if defined(JAXPAGED_X86)
   if (rows.path >= Path::kAvx512Vnni) return multiply_avx512(rows, matrix, first, last, out);
@@ -76,28 +95,53 @@ inline void multiply_outs(const Rows& rows, const Matrix& matrix, int64_t first,
   multiply_portable(rows, matrix, first, last, out);
 }
 
-// out [rows, out] = quantized rows times the matrix.
-inline void multiply_rows(Threads& threads, const Rows& rows, const Matrix& matrix, float* out) {
-  if (rows.num_rows == 0 || matrix.num_out == 0) return;
-  // Chunks of whole blocks whose weights fit the first cache, and at least four a thread where there is so much.
-  int64_t outs = kChunkBytes / (matrix.num_in > 0 ? matrix.num_in : 1);
-  const int64_t even = matrix.num_out / (4 * threads.count());
-  outs = even < outs ? even : outs;
-  outs = outs / kLeastOuts * kLeastOuts;
-  if (outs < kLeastOuts) outs = kLeastOuts;
-  for_chunks(threads, ceil_div(matrix.num_out, outs), [=, &rows, &matrix](int64_t chunk) {
-    const int64_t first = chunk * outs;
-    multiply_outs(rows, matrix, first, first + outs < matrix.num_out ? first + outs : matrix.num_out, out);
+// A matrix and where its product goes, [rows, out].
+struct Product {
+  Matrix matrix;
+  float* out;
+};
+
+// Outputs of a chunk: a few rows of the matrix where it is bound by reading it, more where many rows of x pass it.
+inline int64_t outs_of_chunk(const Rows& rows, int64_t num_out, int64_t num_threads) {
+  int64_t outs = (rows.num_rows > kBlockRows ? kChunkBytes : kChunkBytesOfFew) / (rows.num_in > 0 ? rows.num_in : 1);
+  const int64_t even = num_out / (4 * num_threads);
+  outs = (even < outs ? even : outs) / kLeastOuts * kLeastOuts;
+  return outs < kLeastOuts ? kLeastOuts : outs;
+}
+
+// Products of the same rows with one or more matrices of as many inputs. prepare(block) is called for each block of rows first, on any
+// thread: it quantizes the block, if that has not been done.
+template <typename Prepare>
+void multiply_rows(Threads& threads, const Rows& rows, const Product* products, int64_t num_products, const Prepare& prepare) {
+  int64_t num_out = 0, num_chunks = 0;
+  for (int64_t p = 0; p < num_products; ++p) num_out += products[p].matrix.num_out;
+  if (rows.num_rows == 0 || num_out == 0) return;
+  const int64_t outs = outs_of_chunk(rows, num_out, threads.count());
+  for (int64_t p = 0; p < num_products; ++p) num_chunks += ceil_div(products[p].matrix.num_out, outs);
+  for_parts_and_chunks(threads, rows.num_blocks(), num_chunks, prepare, [=, &rows](auto&& take) {
+    const Worker worker(rows);
+    for (int64_t chunk = take(); chunk >= 0; chunk = take()) {
+      const Product* product = products;
+      for (int64_t of_this; chunk >= (of_this = ceil_div(product->matrix.num_out, outs)); ++product) chunk -= of_this;
+      const int64_t first = chunk * outs, last = first + outs < product->matrix.num_out ? first + outs : product->matrix.num_out;
+      multiply_outs(rows, product->matrix, first, last, product->out);
+    }
   });
+}
+
+// out [rows, out] = rows that are quantized already times the matrix.
+inline void multiply_rows(Threads& threads, const Rows& rows, const Matrix& matrix, float* out) {
+  const Product product{matrix, out};
+  multiply_rows(threads, rows, &product, 1, [](int64_t) {});
 }
 
 // out [rows, out] = x [rows, in] times the matrix. Number is float, or uint16_t for bfloat16.
 template <typename Number>
 void matmul(Threads& threads, Path path, const Number* x, int64_t num_rows, const Matrix& matrix, float* out) {
-  if (num_rows == 0 || matrix.num_out == 0) return;
   const Rows rows = make_rows(path, num_rows, matrix.num_in);
-  for_chunks(threads, rows.num_blocks(), [=, &rows](int64_t block) { quantize_block(rows, block, x + block * kBlockRows * rows.num_in); });
-  multiply_rows(threads, rows, matrix, out);
+  const Product product{matrix, out};
+  const auto quantize = [=, &rows](int64_t block) { quantize_block(rows, block, x + block * kBlockRows * rows.num_in); };
+  multiply_rows(threads, rows, &product, 1, quantize);
 }
 
 }  // namespace int8

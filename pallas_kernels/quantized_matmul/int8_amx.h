@@ -2,6 +2,8 @@
 // packed (`Rows`), so that a product has 16 outputs of 16 rows, or of both parts of 8.
 #pragma once
 
+#include <vector>
+
 #include "int8_packed.h"
 
 #if defined(JAXPAGED_X86) && defined(JAXPAGED_AMX)
@@ -14,6 +16,7 @@ namespace int8 {
 constexpr int64_t kTile = 16;
 constexpr int64_t kTileOuts = 2 * kTile;  // outputs that are walked side by side
 constexpr int64_t kTileBytes = kTile * kLanes;
+constexpr int64_t kTileAhead = 2 * kTileOuts;  // outputs whose weights are asked for before they are needed
 constexpr int64_t kGroupBytes = 512 << 10;  // packed rows that the weights of a chunk pass before the next are looked at
 
 // Sums of four tiles [16 outputs, 16 rows].
@@ -32,7 +35,7 @@ JAXPAGED_TILES inline void sum_block(const int8_t* weights, int64_t stride, cons
   _tile_zero(3);
   for (int64_t step = 0; step < num_steps; ++step) {
     if (ahead != nullptr) {
-      for (int64_t line = 0; line < kTileOuts; ++line) _mm_prefetch(ahead + (step * kTileOuts + line) * kLanes, _MM_HINT_T0);
+      for (int64_t line = 0; line < kTileOuts; ++line) _mm_prefetch(ahead + (step * kTileOuts + line) * kLanes, _MM_HINT_T1);
     }
     _tile_loadd(4, weights + step * kLanes, stride);
     _tile_loadd(6, packed, kLanes);
@@ -52,8 +55,8 @@ JAXPAGED_TILES inline void sum_block(const int8_t* weights, int64_t stride, cons
 
 // The same of a block of up to 8 rows: both parts of the first 16 outputs in the first tile and of the last in the second. Two more tiles
 // take every other step, since a product waits for the one before it in its tile.
-JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride, const uint8_t* packed, int64_t num_steps, const int8_t* ahead,
-                                          TileSums& sums) {
+JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride, const uint8_t* packed, int64_t num_steps,
+                                          const int8_t* ahead, TileSums& sums) {
   const int8_t* others = weights + kTile * stride;
   _tile_zero(0);
   _tile_zero(1);
@@ -61,7 +64,7 @@ JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride,
   _tile_zero(3);
   for (int64_t step = 0; step < num_steps; ++step) {
     if (ahead != nullptr) {
-      for (int64_t line = 0; line < kTileOuts; ++line) _mm_prefetch(ahead + (step * kTileOuts + line) * kLanes, _MM_HINT_T0);
+      for (int64_t line = 0; line < kTileOuts; ++line) _mm_prefetch(ahead + (step * kTileOuts + line) * kLanes, _MM_HINT_T1);
     }
     _tile_loadd(4, weights + step * kLanes, stride);
     _tile_loadd(5, others + step * kLanes, stride);
@@ -81,11 +84,6 @@ JAXPAGED_TILES inline void sum_half_block(const int8_t* weights, int64_t stride,
   _tile_stored(3, sums.of[3], kLanes);
 }
 
-JAXPAGED_AVX512 JAXPAGED_INLINED __m512i products(__m512i high, __m512i low, float weight_scale, __m512 row_scales) {
-  const __m512 both = _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(kLowLevels)), _mm512_cvtepi32_ps(low));
-  return _mm512_castps_si512(_mm512_mul_ps(_mm512_mul_ps(both, _mm512_set1_ps(weight_scale)), row_scales));
-}
-
 // Scales the sums of up to 16 outputs and stores them row by row.
 JAXPAGED_AVX512 inline void store_block(const int32_t* high, const int32_t* low, const float* weight_scales, const float* row_scales,
                                         int64_t num_rows, int64_t num_outs, float* out, int64_t num_out) {
@@ -95,9 +93,7 @@ JAXPAGED_AVX512 inline void store_block(const int32_t* high, const int32_t* low,
     const float weight_scale = o < num_outs ? weight_scales[o] : 0.0f;
     v[o] = products(_mm512_loadu_si512(high + o * kTile), _mm512_loadu_si512(low + o * kTile), weight_scale, of_rows);
   }
-  transpose(v);
-  const __mmask16 mask = num_outs >= kTile ? 0xffff : (1u << num_outs) - 1;
-  for (int64_t r = 0; r < num_rows; ++r) _mm512_mask_storeu_ps(out + r * num_out, mask, _mm512_castsi512_ps(v[r]));
+  store_turned(v, num_rows, num_outs, out, num_out);
 }
 
 JAXPAGED_AVX512 inline void store_half_block(const int32_t* even, const int32_t* odd, const float* weight_scales, const float* row_scales,
@@ -108,19 +104,25 @@ JAXPAGED_AVX512 inline void store_half_block(const int32_t* even, const int32_t*
     const __m512i both = _mm512_add_epi32(_mm512_loadu_si512(even + o * kTile), _mm512_loadu_si512(odd + o * kTile));
     v[o] = products(both, _mm512_shuffle_i32x4(both, both, 0x0e), o < num_outs ? weight_scales[o] : 0.0f, of_rows);
   }
-  transpose(v);
-  const __mmask16 mask = num_outs >= kTile ? 0xffff : (1u << num_outs) - 1;
-  for (int64_t r = 0; r < num_rows; ++r) _mm512_mask_storeu_ps(out + r * num_out, mask, _mm512_castsi512_ps(v[r]));
+  store_turned(v, num_rows, num_outs, out, num_out);
 }
 
-// Outputs [first, last) of all rows. `spare` has room for padded copies of 32 rows of the matrix: tiles are whole, and the end of the matrix
-// may not be.
-JAXPAGED_TILES inline void multiply_amx(const Rows& rows, const Matrix& matrix, int64_t first, int64_t last, int8_t* spare, float* out) {
+// The rows of the matrix from o on that a tile reads past the end of the matrix, copied to where they may be: zeros for what is not there.
+inline const int8_t* copied_end(const Matrix& matrix, int64_t o) {
+  static thread_local std::vector<int8_t> copy;
+  const int64_t stride = padded(matrix.num_in), left = matrix.num_out - o, num_outs = left < kTileOuts ? left : kTileOuts;
+  copy.assign(kTileOuts * stride, 0);
+  const int8_t* const end = matrix.values + o * matrix.num_in;
+  for (int64_t row = 0; row < num_outs; ++row) std::memcpy(copy.data() + row * stride, end + row * matrix.num_in, matrix.num_in);
+  asm volatile("" ::: "memory");  // GCC's tile loads say nothing of the memory that they read
+  return copy.data();
+}
+
+// Outputs [first, last) of all rows, on a thread whose tiles are set up.
+JAXPAGED_TILES inline void multiply_amx(const Rows& rows, const Matrix& matrix, int64_t first, int64_t last, float* out) {
   const int64_t num_in = matrix.num_in, num_steps = padded(num_in) / kLanes, num_blocks = rows.num_blocks();
-  const int64_t end = matrix.num_out * num_in;
   const int64_t of_block = 2 * kBlockRows * padded(num_in);
   const int64_t group = kGroupBytes / of_block > 1 ? kGroupBytes / of_block : 1;
-  const Tiles tiles;
   TileSums sums;
   for (int64_t from = 0; from < num_blocks; from += group) {
     const int64_t to = from + group < num_blocks ? from + group : num_blocks;
@@ -128,15 +130,13 @@ JAXPAGED_TILES inline void multiply_amx(const Rows& rows, const Matrix& matrix, 
       const int64_t num_outs = last - o < kTileOuts ? last - o : kTileOuts;
       const int8_t* weights = matrix.values + o * num_in;
       int64_t stride = num_in;
-      if ((o + kTileOuts - 1) * num_in + padded(num_in) > end) {
+      const bool is_end = (o + kTileOuts - 1) * num_in + padded(num_in) > matrix.num_out * num_in;
+      if (is_end) {
         stride = padded(num_in);
-        std::memset(spare, 0, kTileOuts * stride);
-        for (int64_t row = 0; row < num_outs; ++row) std::memcpy(spare + row * stride, weights + row * num_in, num_in);
-        weights = spare;
-        asm volatile("" ::: "memory");  // tiles are loaded without a word to the compiler of what they read
+        weights = copied_end(matrix, o);
       }
       for (int64_t block = from; block < to; ++block) {
-        const int8_t* ahead = block == 0 && weights != spare ? weights + kTileOuts * num_in : nullptr;
+        const int8_t* ahead = block == 0 && !is_end ? weights + kTileAhead * num_in : nullptr;
         const uint8_t* packed = rows.packed(block);
         const int64_t num_rows = rows.rows_of(block);
         const float* row_scales = rows.scales + block * kBlockRows;

@@ -65,6 +65,14 @@ JAXPAGED_AVX512 JAXPAGED_INLINED void quantize_64(const Number* numbers, int64_t
 // The place of the quads that `quantize_64` leaves at number `at` of its vectors.
 inline int64_t quad_of(int at) { return at % 4 * 4 + at / 4; }
 
+// Turns 16 vectors of four inputs a row round and stores them.
+JAXPAGED_AVX512 JAXPAGED_INLINED void store_quads(const __m512i (&of_rows)[kBlockRows], uint8_t* packed) {
+  __m512i turned[kBlockRows];
+  for (int64_t r = 0; r < kBlockRows; ++r) turned[r] = of_rows[r];
+  transpose(turned);
+  for (int at = 0; at < 16; ++at) _mm512_storeu_si512(packed + quad_of(at) * kLanes, turned[at]);
+}
+
 // A block of rows, signed. Rows that are not there are zeros.
 template <typename Number>
 JAXPAGED_AVX512 void pack_block(const Number* x, int64_t num_rows, int64_t num_in, uint8_t* packed, float* scales) {
@@ -83,17 +91,24 @@ JAXPAGED_AVX512 void pack_block(const Number* x, int64_t num_rows, int64_t num_i
     for (int64_t r = 0; r < num_rows; ++r) {
       quantize_64(x + r * num_in + i, num_in - i, steps[r], high[r], is_half ? high[kHalfRows + r] : low[r]);
     }
-    __m512i turned[kBlockRows];
-    for (int64_t r = 0; r < kBlockRows; ++r) turned[r] = high[r];
-    transpose(turned);
-    for (int at = 0; at < 16; ++at) _mm512_storeu_si512(packed + quad_of(at) * kLanes, turned[at]);
+    store_quads(high, packed);
     packed += kBlockRows * kLanes;
     if (is_half) continue;
-    for (int64_t r = 0; r < kBlockRows; ++r) turned[r] = low[r];
-    transpose(turned);
-    for (int at = 0; at < 16; ++at) _mm512_storeu_si512(packed + quad_of(at) * kLanes, turned[at]);
+    store_quads(low, packed);
     packed += kBlockRows * kLanes;
   }
+}
+
+JAXPAGED_AVX512 JAXPAGED_INLINED __m512i products(__m512i high, __m512i low, float weight_scale, __m512 row_scales) {
+  const __m512 both = _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(kLowLevels)), _mm512_cvtepi32_ps(low));
+  return _mm512_castps_si512(_mm512_mul_ps(_mm512_mul_ps(both, _mm512_set1_ps(weight_scale)), row_scales));
+}
+
+// Products of up to 16 outputs, a vector each, with a block of rows: turned round and stored row by row.
+JAXPAGED_AVX512 JAXPAGED_INLINED void store_turned(__m512i (&v)[16], int64_t num_rows, int64_t num_outs, float* out, int64_t num_out) {
+  transpose(v);
+  const __mmask16 mask = num_outs >= 16 ? 0xffff : (1u << num_outs) - 1;
+  for (int64_t r = 0; r < num_rows; ++r) _mm512_mask_storeu_ps(out + r * num_out, mask, _mm512_castsi512_ps(v[r]));
 }
 
 }  // namespace int8

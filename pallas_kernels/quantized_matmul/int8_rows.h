@@ -63,7 +63,8 @@ inline RowScale scale_of(float peak, bool is_finite) {
 // which multiplies unsigned by signed numbers, 128 is added to each.
 //
 // Packed, for matrix tiles: blocks of 16 rows, [padded(num_in) / 64, 2, 16, 16, 4], which are 64 inputs, part, four inputs, row, input.
-// A last block of up to 8 rows has both parts in one: [padded(num_in) / 64, 16, 2, 8, 4], which are 64 inputs, four inputs, part, row, input.
+// A last block of up to 8 rows has both parts in one: [padded(num_in) / 64, 16, 2, 8, 4], which are 64 inputs, four inputs, part, row,
+// input.
 struct Rows {
   Path path;
   bool is_packed;

@@ -54,6 +54,8 @@ make_llama_cpp() {
     "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest "$source/sdist" \
         "llama-cpp-python==$llama"
     tar -xzf "$source"/sdist/*.tar.gz -C "$source" --strip-components 1
+    # GCC below 13 takes _tile_loadconfig to read 8 bytes and drops the other stores: tiles without rows, a crash at the first product.
+    sed -i 's|^ *_tile_loadconfig(&tc);|    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&|' "$source/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
     cmake -S "$source/vendor/llama.cpp" -B "$source/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >"$source/cmake.log"
     cmake --build "$source/build" --target llama-server llama-quantize >>"$source/cmake.log"
@@ -79,4 +81,4 @@ make_once llama.cpp
 make_once transformers
 make_once vllm
 make_once models
-echo "Ready. Now: python scripts/bench_peers.py $folder"
+echo "Ready. Now: python scripts/bench_peers.py $folder --rounds-file $folder/rounds.jsonl --markdown $folder/table.md"

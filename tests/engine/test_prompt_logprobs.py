@@ -18,7 +18,7 @@ from jaxpaged.mailbox import merge_deltas
 from jaxpaged.request import LOWEST_LOGPROB, FinishReason, RequestOutput, RequestOutputKind, SamplingParams
 from jaxpaged.start import Started
 from jaxpaged.tokenizer import Tokenizer
-from jaxpaged.told_logprobs import TokenLogprobs, told
+from jaxpaged.told_logprobs import TokenLogprobs, ToldRows, told
 from tests.engine.conftest import tiny_bench
 from tests.equality import Oracle
 from tests.fakes import Bench, NarrowRunner, read_blob
@@ -203,9 +203,9 @@ class SpoilingRunner(NarrowRunner):
         result: Any = super().run(layout, blob)
         step = read_blob(blob, layout)
         places = np.flatnonzero((step["scored_num_top"] >= 0) & (step["scored_next_ids"] == self.spoiled))
-        chosen = np.array(result.prompt.chosen)
-        chosen[places] = np.nan
-        return result._replace(prompt=result.prompt._replace(chosen=chosen))
+        columns = np.array(result.prompt)
+        ToldRows.of(columns).chosen[places] = np.nan
+        return result._replace(prompt=columns)
 
 
 @pytest.mark.usefixtures("in_flight", "unchecked_types")

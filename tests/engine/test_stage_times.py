@@ -11,7 +11,7 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.stages import STAGES, stage_of
 from jaxpaged.trace.programs import Operation, read_programs
 from jaxpaged.trace.stage_times import BETWEEN_STEPS, IN_STEP, NO_STAGE, Span, _owner, read_spans, stage_times, table
-from tests.cli.scripted_engine import run_cli
+from tests.cli.scripted_engine import ScriptedEngine, run_cli
 from tests.tiny_engine import tiny_config
 
 pytestmark = pytest.mark.jax
@@ -110,6 +110,15 @@ def test_what_is_no_trace(damage: object) -> None:
     assert callable(damage)
     with pytest.raises(BadRequestError, match="no trace of JAX's profiler"):
         read_programs(damage(trace))
+
+
+def test_generate_writes_a_trace_and_says_how_to_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    result = run_cli("generate", "hello", "--profile", str(folder), engine=ScriptedEngine())
+    assert (result.status, result.out) == (0, "olleh\n")
+    assert result.err.endswith(f"\ntrace below {folder}; where the time went: jaxpaged bench profile {folder}\n")
+    (trace,) = folder.rglob("*.xplane.pb")
+    assert trace.stat().st_size > 0
 
 
 def test_no_folder_and_no_trace(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.dense_matmul import dense_matmul
 from pallas_kernels.dispatch import UnsupportedKernelError, choose
 from pallas_kernels.grouped_matmul import OP, grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES, Case, make
@@ -15,8 +16,8 @@ from pallas_kernels.grouped_matmul.xla import block_rows
 
 pytestmark = [pytest.mark.jax, pytest.mark.min_jax]
 CI_CASES = [pytest.param(case, id=case.name) for case in CASES if "ci" in case.tags]
-PORTABLE = ("reference", "xla")
-"""What runs on any device; the Mosaic kernel has tests of its own."""
+PORTABLE = ("reference", "xla", "cpu")
+"""What runs on a CPU; the Mosaic kernel has tests of its own."""
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -66,18 +67,38 @@ def test_a_layer_of_stacked_weights_is_the_layer_alone(implementation: str) -> N
     np.testing.assert_array_equal(got, expected)
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_a_row_does_not_depend_on_the_others(implementation: str) -> None:
     """The same rows beside others that hold NaN and infinity."""
     case = BY_NAME["block_edges"]
     operands = make(case)
-    expected = np.asarray(_jitted("xla")(**operands))
+    expected = np.asarray(_jitted(implementation)(**operands))
     for spoiled in (0, 8, 23, 40):
         changed = operands | {"x": operands["x"].copy()}
         changed["x"][spoiled] = np.nan if spoiled % 2 else np.inf
-        got = np.asarray(_jitted("xla")(**changed))
+        got = np.asarray(_jitted(implementation)(**changed))
         others = np.arange(case.num_rows) != spoiled
         np.testing.assert_array_equal(got[others], expected[others])
         assert not np.isfinite(got[spoiled]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_rows_are_the_same_bits_alone_and_those_of_the_dense_product(dtype: str) -> None:
+    case = Case("company", (1, 70, 0, 9), 193, 97)
+    operands = make(case, dtype=dtype)
+    together = np.asarray(_jitted("cpu")(**operands))
+    for row, group in ((0, 0), (1, 1), (50, 1), (75, 3)):
+        alone = {"x": operands["x"][row : row + 1], "group_sizes": np.eye(4, dtype=np.int32)[group]}
+        np.testing.assert_array_equal(np.asarray(_jitted("cpu")(**operands | alone))[0], together[row])
+        dense = dense_matmul(jnp.asarray(alone["x"]), jnp.asarray(operands["weights"][group]), implementation="cpu")
+        np.testing.assert_array_equal(np.asarray(dense)[0], together[row])
+
+
+@pytest.mark.parametrize("sizes", [(70, 0, 12, -1), (40, 40, 0, 2), (2**31 - 1, 2**31 - 1, 1, 1)])
+def test_sizes_that_cannot_be_are_refused_by_the_native_kernel(sizes: tuple[int, ...]) -> None:
+    operands = make(Case("sizes", (1, 70, 0, 9), 7, 5)) | {"group_sizes": np.array(sizes, np.int32)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="groups have more rows than there are, or fewer than none"):
+        jax.block_until_ready(_jitted("cpu")(**operands))
 
 
 def _compiled(num_groups: int, num_rows: int = 64, layers: int | None = None) -> jax.stages.Compiled:

@@ -97,10 +97,11 @@ def test_equals_the_matrix_that_is_meant(case: Case, implementation: str) -> Non
 
 
 @pytest.mark.parametrize("implementation", QUANTIZED)
-@pytest.mark.parametrize("name", ["q4_primes", "q8_primes"])
+@pytest.mark.parametrize("name", ["q4_primes", "q8_primes", "q4_rows_45"])
 def test_groups_are_summed_in_the_order_of_the_contract(name: str, implementation: str) -> None:
     """Native kernels give equal bits; XLA may round products before it adds them, half a unit of a sum that is no larger than all terms."""
     x, weights = make(BY_NAME[name])
+    weights = _of_layer(weights, None if BY_NAME[name].layers is None else 0)
     got, expected = np.asarray(_jitted(implementation)(x, weights)), _summed(x, weights)
     if implementation == "cpu":
         np.testing.assert_array_equal(got, expected)

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedKernelError, choose
 from pallas_kernels.native import build
-from pallas_kernels.quantized_matmul import MAX_INT8_INPUTS, OP, cpu, quantize_fp8, quantize_int4, quantize_int8, quantized_matmul
+from pallas_kernels.quantized_matmul import MAX_INT8_INPUTS, OP, cpu, quantize_fp8, quantize_int4, quantize_int8, quantized_matmul, xla
 from pallas_kernels.quantized_matmul.cases import CASES, Case, make
 from pallas_kernels.quantized_matmul.quantize import pack_nibbles, quantize_rows
 from pallas_kernels.quantized_matmul.reference import dequantize
@@ -127,6 +127,23 @@ def test_a_row_is_the_same_alone_and_among_others(implementation: str) -> None:
         others = np.arange(len(x)) != spoiled
         np.testing.assert_array_equal(got[others], expected[others])
         assert np.isnan(got[spoiled]).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 17, 40])
+def test_all_instructions_give_equal_bits_for_any_number_of_rows(num_rows: int) -> None:
+    """Of the processor's paths, each beside XLA; the rows beside a row change nothing."""
+    x, weights = make(BY_NAME["int8_rows_37"]._replace(num_rows=41, layers=2))
+    weights = _spoil_others(weights, 1)
+
+    def products(x: jax.Array, weights: Int8Weights) -> list[jax.Array]:
+        return [multiply(x, weights, layer=1) for multiply in (xla.quantized_matmul, *natives)]
+
+    natives = [functools.partial(cpu.quantized_matmul, most=path) for path in cpu.paths()]
+    assert bool(natives) == HAS_COMPILER
+    whole = np.asarray(xla.quantized_matmul(jnp.asarray(x), Int8Weights(*map(jnp.asarray, weights)), layer=1))
+    assert np.isfinite(whole).all()
+    for got in jax.jit(products)(x[1 : 1 + num_rows], weights):
+        np.testing.assert_array_equal(np.asarray(got), whole[1 : 1 + num_rows])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -45,7 +45,10 @@ def test_throughput_counts_what_it_asked_for() -> None:
     assert (result.status, result.err) == (0, "")
     read = json.loads(result.out.splitlines()[-1])
     assert (read["benchmark"], read["num_requests"], read["completed"]) == ("throughput", 5, 5)
-    assert (read["total_input_tokens"], read["total_output_tokens"]) == (150, 60)
+    assert (read["total_input_tokens"], read["total_output_tokens"], read["total_num_tokens"]) == (150, 60, 210)
+    assert (read["workload"], read["request_rate"]) == ("random5", "inf")
+    assert read["tokens_per_second"] == pytest.approx(210 / read["elapsed_time"])
+    assert read["requests_per_second"] == pytest.approx(5 / read["elapsed_time"])
     assert read["share_of_floor"] == pytest.approx(read["floor_s"] / read["elapsed_time"])
     assert "Memory bandwidth (GB/s):                 1.0" in result.out
     # One token a step for each of five that run side by side, all of them within one run.

@@ -12,7 +12,7 @@ from jaxpaged.bench.workloads import Job
 from tests.cli.scripted_engine import Result, run_cli
 from tests.server.live import End, live_server
 from tests.speed.openai_server import openai_server
-from tests.speed.test_outcomes import KEYS
+from tests.speed.test_outcomes import KEYS, SETUP_KEYS
 from tests.text.vocabularies import byte_level
 
 pytestmark = pytest.mark.jax
@@ -40,7 +40,9 @@ def test_a_workload_is_sent_and_counted(newline: bytes, monkeypatch: pytest.Monk
     assert (read["benchmark"], read["model_id"], read["completed"], read["failed"]) == ("serve", "a-model", 3, 0)
     assert (read["total_input_tokens"], read["total_output_tokens"]) == (3 * 64, 3 * 128)
     assert read["request_goodput"] == read["request_throughput"]
-    assert set(KEYS) <= set(read)
+    assert set(SETUP_KEYS) | set(KEYS) | {"p50_ttft_ms", "benchmark", "share_of_floor"} <= set(read)
+    assert (read["request_rate"], read["burstiness"], read["num_prompts"], read["backend"]) == ("inf", 1.0, 3, "openai")
+    assert list(read)[:2] == ["benchmark", "date"]
     assert result.out.startswith("============ Serving Benchmark Result ============\nSuccessful requests:                     3\n")
     paths, keys, bodies = zip(*server.bodies, strict=True)
     # One more, to warm up, before the clock starts.
@@ -54,6 +56,7 @@ def test_chat_sends_words_and_what_is_asked_for() -> None:
         flags = ["--endpoint", "chat", "--model", "mine", "--api-key", "k", "--extra-body", '{"top_k": 3}', "--stop-at-eos"]
         read = figures_of(bench(f"{server.url}/v1/", "--workload", "batch1", "--num-warmups", "0", *flags))
     assert (read["total_input_tokens"], read["total_output_tokens"], read["model_id"]) == (64, 128, "mine")
+    assert read["endpoint_type"] == "openai-chat"
     ((path, key, body),) = server.bodies
     assert (path, key, body["top_k"], "ignore_eos" in body) == ("/v1/chat/completions", "Bearer k", 3, False)
 

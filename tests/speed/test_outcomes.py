@@ -38,7 +38,21 @@ KEYS = [
     "std_e2el_ms",
     "p99_e2el_ms",
 ]
-"""Of `vllm bench serve`'s result file."""
+"""Of `vllm bench serve`'s result file: the figures."""
+
+SETUP_KEYS = [
+    "date",
+    "endpoint_type",
+    "backend",
+    "label",
+    "model_id",
+    "tokenizer_id",
+    "num_prompts",
+    "request_rate",
+    "burstiness",
+    "max_concurrency",
+]
+"""Of its set-up, which come before them."""
 
 
 def test_the_keys_are_vllms() -> None:

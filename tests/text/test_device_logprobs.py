@@ -10,8 +10,9 @@ import pytest
 
 from jaxpaged.batch import MAX_BANNED_IDS, SamplingRows, ScoredTokens
 from jaxpaged.config import LogprobsMode
-from jaxpaged.logprobs import SCORE_BLOCK, LogprobRows, answer_logprobs, prompt_logprobs
+from jaxpaged.logprobs import SCORE_BLOCK, answer_logprobs, prompt_logprobs
 from jaxpaged.request import MAX_LOGPROBS
+from jaxpaged.told_logprobs import ToldRows
 
 pytestmark = pytest.mark.jax
 
@@ -47,7 +48,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - largest - np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
 
 
-def check_rows(got: LogprobRows, values: np.ndarray, ids: np.ndarray, *, has_top: bool = True) -> None:
+def check_rows(got: ToldRows, values: np.ndarray, ids: np.ndarray, *, has_top: bool = True) -> None:
     """Compares rows with float64 values [rows, vocab], -inf for what is impossible."""
     chosen, rank, top_ids, top = map(np.asarray, got)
     for row, (own, token_id) in enumerate(zip(values, ids, strict=True)):
@@ -62,7 +63,7 @@ def check_rows(got: LogprobRows, values: np.ndarray, ids: np.ndarray, *, has_top
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def run_prompt(hidden: Any, head: Any, scored: Any, mode: LogprobsMode) -> LogprobRows:
+def run_prompt(hidden: Any, head: Any, scored: Any, mode: LogprobsMode) -> jax.Array:
     return prompt_logprobs(hidden, scored, lambda x: x @ head.T, NUM_IDS, mode)
 
 
@@ -85,8 +86,8 @@ class Prompts:
         logits[:, NUM_IDS:] = -np.inf
         self.logits = logits
 
-    def run(self, mode: LogprobsMode = "raw_logprobs") -> LogprobRows:
-        return run_prompt(jnp.asarray(self.hidden), jnp.asarray(self.head), self.scored, mode)
+    def run(self, mode: LogprobsMode = "raw_logprobs") -> ToldRows:
+        return ToldRows.of(np.asarray(run_prompt(jnp.asarray(self.hidden), jnp.asarray(self.head), self.scored, mode)))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_scored"), [(2, 1), (48, 33), (100, 32), (100, 64), (100, 97), (100, 100)])
@@ -104,7 +105,7 @@ def test_likeliest_ids_are_looked_for_only_in_blocks_that_want_them() -> None:
     got = prompts.run()
     values = log_softmax(prompts.logits)
     for start, has_top in ((0, False), (32, True), (64, False)):
-        part = LogprobRows(*(array[start:] for array in got))
+        part = ToldRows(*(array[start:] for array in got))
         check_rows(part, values[start : start + 32], prompts.ids[start : start + 32], has_top=has_top)
 
 
@@ -126,7 +127,7 @@ def test_an_impossible_next_id_has_no_probability_and_the_last_rank() -> None:
 
 
 @functools.partial(jax.jit, static_argnums=5)
-def run_answers(raw: Any, shaped: Any, ids: Any, rows: Any, wanted: Any, mode: LogprobsMode) -> LogprobRows:
+def run_answers(raw: Any, shaped: Any, ids: Any, rows: Any, wanted: Any, mode: LogprobsMode) -> jax.Array:
     return answer_logprobs(raw, shaped, ids, rows, wanted, NUM_IDS, mode)
 
 
@@ -172,11 +173,12 @@ def test_what_answers_are_told_in_each_mode(mode: LogprobsMode) -> None:
         values = processed(shaped, rows)
     ids = np.array([np.flatnonzero(np.isfinite(own))[-1] for own in values])
     wanted = jnp.asarray([True] + [False] * 5)
-    got = run_answers(jnp.asarray(raw), jnp.asarray(shaped), jnp.asarray(ids, jnp.int32), rows, wanted, mode)
+    columns = run_answers(jnp.asarray(raw), jnp.asarray(shaped), jnp.asarray(ids, jnp.int32), rows, wanted, mode)
+    got = ToldRows.of(np.asarray(columns))
     check_rows(got, log_softmax(values) if mode.endswith("logprobs") else values, ids)
 
 
 def test_no_answer_wants_any() -> None:
     nan = jnp.full((6, VOCAB), jnp.nan)
     got = run_answers(nan, nan, jnp.zeros(6, jnp.int32), six_rows(), jnp.zeros(6, bool), "raw_logprobs")
-    assert not any(np.asarray(array).any() for array in got)
+    assert not np.asarray(got).any()

@@ -62,7 +62,8 @@ void check(Level level, int64_t num_rows, int64_t num_in, int64_t num_out, int64
   for (int64_t rows = 1; rows < num_rows; rows += num_rows > 16 ? 13 : 3) {
     std::vector<float> alone(rows * num_out);
     run(rows, alone);
-    require(std::memcmp(alone.data(), out.data(), alone.size() * sizeof(float)) == 0, "other bits in company", rows, num_in, num_out, level);
+    const bool is_equal = std::memcmp(alone.data(), out.data(), alone.size() * sizeof(float)) == 0;
+    require(is_equal, "other bits in company", rows, num_in, num_out, level);
   }
 }
 

@@ -48,7 +48,7 @@ float from_float16(uint16_t bits) {
 }
 
 template <Bits bits, typename Number>
-void check(Instructions instructions, int64_t num_rows, int64_t num_groups, int64_t num_tiles, int64_t num_threads) {
+void check(Instructions instructions, bool has_amx, int64_t num_rows, int64_t num_groups, int64_t num_tiles, int64_t num_threads) {
   namespace groups = jaxpaged::groups;
   std::mt19937 random(num_rows * 7919 + num_groups * 31 + num_tiles);
   std::normal_distribution<float> normal;
@@ -67,7 +67,7 @@ void check(Instructions instructions, int64_t num_rows, int64_t num_groups, int6
   if (num_rows > 4) x[4 * num_in + num_in - 1] = narrowed<Number>(NAN);
   {
     PlainThreads threads(num_threads);
-    groups::matmul<bits>(threads, instructions, x.data(), num_rows, {values.data(), scales.data(), minima.data(), num_tiles, num_groups},
+    groups::matmul<bits>(threads, instructions, has_amx, x.data(), num_rows, {values.data(), scales.data(), minima.data(), num_tiles, num_groups},
                          out.data());
   }
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -110,15 +110,18 @@ void check(Instructions instructions, int64_t num_rows, int64_t num_groups, int6
 }  // namespace
 
 int main() {
-  const int64_t sizes[][3] = {{0, 5, 3}, {1, 1, 1}, {1, 7, 5}, {2, 2, 4}, {3, 3, 2}, {4, 5, 9}, {5, 4, 17}, {7, 18, 3}, {13, 2, 6}, {37, 3, 5}};
+  const int64_t sizes[][3] = {{0, 5, 3}, {1, 1, 1}, {1, 7, 5}, {2, 2, 4}, {3, 3, 2}, {4, 5, 9}, {5, 4, 17}, {7, 18, 3}, {13, 2, 6}, {32, 4, 2}, {37, 3, 5}, {45, 2, 2}};
   for (const auto instructions : {Instructions::kPortable, Instructions::kAvx2, Instructions::kAvx512Vnni}) {
     if (instructions > jaxpaged::best_instructions()) continue;
-    for (const auto& size : sizes) {
-      for (const int64_t threads : {1, 3}) {
-        check<Bits::kFour, float>(instructions, size[0], size[1], size[2], threads);
-        check<Bits::kFour, BFloat16>(instructions, size[0], size[1], size[2], threads);
-        check<Bits::kEight, float>(instructions, size[0], size[1], size[2], threads);
-        check<Bits::kEight, BFloat16>(instructions, size[0], size[1], size[2], threads);
+    for (const bool has_amx : {false, true}) {
+      if (has_amx && (instructions != Instructions::kAvx512Vnni || !jaxpaged::amx_is_allowed())) continue;
+      for (const auto& size : sizes) {
+        for (const int64_t threads : {1, 3}) {
+          check<Bits::kFour, float>(instructions, has_amx, size[0], size[1], size[2], threads);
+          check<Bits::kFour, BFloat16>(instructions, has_amx, size[0], size[1], size[2], threads);
+          check<Bits::kEight, float>(instructions, has_amx, size[0], size[1], size[2], threads);
+          check<Bits::kEight, BFloat16>(instructions, has_amx, size[0], size[1], size[2], threads);
+        }
       }
     }
   }
