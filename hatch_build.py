@@ -35,7 +35,8 @@ class KernelsHook(BuildHookInterface):
 
 def _build(root: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_kernels", root / "pallas_kernels" / "native" / "build.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -100,7 +100,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _build_at(path: Path, compiler: str, headers: Path) -> None:
-    """Compiles. Beside this file older ones are removed; the cache may serve several installations. Raises OSError: it cannot be written."""
+    """Compiles. Beside this file older ones are removed; the cache may serve several installations. Raises OSError: no place for it."""
     is_cached = path.parent != BUILT
     path.parent.mkdir(mode=0o700, exist_ok=True, parents=is_cached)
     if is_cached:
