@@ -12,6 +12,7 @@ the cost is linear, it explains every cell. Prints a Markdown table for each typ
 
 import argparse
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -125,14 +126,16 @@ def table(grid: Grid) -> str:
     return "\n".join(lines)
 
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 430, 300, 56, 34, 62, 40
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 440, 300, 70, 34, 62, 40
 COLOURS = ("#1b6ca8", "#2a9d8f", "#8ab17d", "#e0a800", "#f4a261", "#e76f51", "#9b2226")
 
 
 def panel(title: str, axis: str, lines: dict[int, list[tuple[int, float]]], unit: str, x0: int, y0: int) -> list[str]:
     """One chart with linear axes from 0: straight lines mean a linear cost."""
     most_x = max(x for points in lines.values() for x, _ in points)
-    most_y = max(y for points in lines.values() for _, y in points) * 1.05
+    quarter = max(y for points in lines.values() for _, y in points) / 4
+    digit = 10 ** math.floor(math.log10(quarter))
+    most_y = 4 * math.ceil(quarter / digit) * digit
     wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:

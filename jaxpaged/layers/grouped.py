@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.layers.linear import Embedding, Linear
 from jaxpaged.layers.stack import OfLayer, WholeStack
+from jaxpaged.stages import stage
 from pallas_kernels.quantized_matmul import Q4Weights, Q8Weights, quantized_matmul
 from pallas_kernels.quantized_matmul.group_weights import GROUP, TILE, embedded_rows, num_tiles
 
@@ -60,6 +61,7 @@ class GroupedEmbedding(_Grouped):
         super().__init__(path, weight.shape, is_wide=is_wide, parameter=nnx.Param)
         self.scale, self.dtype = embedding.scale, weight.dtype
 
+    @stage("embed")
     def __call__(self, token_ids: Int32[Array, "tokens"]) -> Float[Array, "tokens embed"]:
         weights = Q8Weights if self.is_wide else Q4Weights
         parts = [part[...] for part in (self.weight, self.scales, self.minima) if part is not None]

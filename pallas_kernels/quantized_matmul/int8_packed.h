@@ -32,15 +32,26 @@ JAXPAGED_AVX512 JAXPAGED_INLINED void transpose(__m512i (&v)[16]) {
   for (int r = 0; r < 16; ++r) v[r] = pairs[r];
 }
 
+constexpr __mmask16 kAll = 0xffff;
+
+inline __mmask16 first_of_16(int64_t num) { return num >= 16 ? kAll : num > 0 ? (1u << num) - 1 : 0; }
+
+template <typename Number>
+JAXPAGED_AVX512 JAXPAGED_INLINED __m512i sizes_of(const Number* numbers, __mmask16 mask) {
+  return _mm512_and_si512(_mm512_castps_si512(load_wide(numbers, mask)), _mm512_set1_epi32(0x7fffffff));
+}
+
 template <typename Number>
 JAXPAGED_AVX512 inline RowScale scale_of_row(const Number* row, int64_t num_in) {
   // Sizes in the order of their bits; NaN and infinities are larger than all numbers.
-  __m512i peaks = _mm512_setzero_si512();
-  const __m512i but_sign = _mm512_set1_epi32(0x7fffffff);
-  for (int64_t i = 0; i < num_in; i += 16) {
-    const __mmask16 mask = num_in - i >= 16 ? 0xffff : (1u << (num_in - i)) - 1;
-    peaks = _mm512_max_epi32(peaks, _mm512_and_si512(_mm512_castps_si512(load_wide(row + i, mask)), but_sign));
+  __m512i peaks = _mm512_setzero_si512(), others = peaks;
+  int64_t i = 0;
+  for (; i + 32 <= num_in; i += 32) {
+    peaks = _mm512_max_epi32(peaks, sizes_of(row + i, kAll));
+    others = _mm512_max_epi32(others, sizes_of(row + i + 16, kAll));
   }
+  for (; i < num_in; i += 16) peaks = _mm512_max_epi32(peaks, sizes_of(row + i, first_of_16(num_in - i)));
+  peaks = _mm512_max_epi32(peaks, others);
   const int32_t bits = _mm512_reduce_max_epi32(peaks);
   float peak;
   std::memcpy(&peak, &bits, sizeof(peak));
@@ -48,12 +59,11 @@ JAXPAGED_AVX512 inline RowScale scale_of_row(const Number* row, int64_t num_in) 
 }
 
 // The parts of 64 numbers, each with its four inputs side by side: lane l of 16 bytes has quads l, 4 + l, 8 + l and 12 + l.
-template <typename Number>
+template <bool kIsWhole, typename Number>
 JAXPAGED_AVX512 JAXPAGED_INLINED void quantize_64(const Number* numbers, int64_t left, __m512 step, __m512i& high, __m512i& low) {
   __m512i upper[4], lower[4];
   for (int quarter = 0; quarter < 4; ++quarter) {
-    const int64_t behind = left - 16 * quarter;
-    const __mmask16 mask = behind >= 16 ? 0xffff : behind > 0 ? (1u << behind) - 1 : 0;
+    const __mmask16 mask = kIsWhole ? kAll : first_of_16(left - 16 * quarter);
     const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load_wide(numbers + 16 * quarter, mask), step));
     upper[quarter] = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(kLowLevels / 2)), 7);
     lower[quarter] = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper[quarter], 7));
@@ -89,7 +99,13 @@ JAXPAGED_AVX512 void pack_block(const Number* x, int64_t num_rows, int64_t num_i
   for (auto& of_row : low) of_row = _mm512_setzero_si512();
   for (int64_t i = 0; i < stop; i += kLanes) {
     for (int64_t r = 0; r < num_rows; ++r) {
-      quantize_64(x + r * num_in + i, num_in - i, steps[r], high[r], is_half ? high[kHalfRows + r] : low[r]);
+      const Number* const numbers = x + r * num_in + i;
+      __m512i& of_low = is_half ? high[kHalfRows + r] : low[r];
+      if (num_in - i >= kLanes) {
+        quantize_64<true>(numbers, kLanes, steps[r], high[r], of_low);
+      } else {
+        quantize_64<false>(numbers, num_in - i, steps[r], high[r], of_low);
+      }
     }
     store_quads(high, packed);
     packed += kBlockRows * kLanes;

@@ -10,6 +10,7 @@ from jaxpaged.config import KernelsConfig
 KERNELS_XLA = dict.fromkeys(KernelsConfig.__struct_fields__, "xla")
 OURS: dict[str, dict[str, object]] = {
     "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8-xla": {"quantization": "int8", "kernels": KERNELS_XLA},
     "float32": {"dtype": "float32"},
@@ -18,6 +19,7 @@ OURS: dict[str, dict[str, object]] = {
 
 PRECISIONS = {
     "int8": "weights int8 per channel, activations int8 per row",
+    "int4": "weights int4 in groups of 32, the file's own where it has them, activations int16 per row",
     "bfloat16": "bfloat16",
     "int8-xla": "as int8, without native kernels",
     "float32": "float32",
@@ -34,7 +36,7 @@ WORKLOADS = ("b1", "mixed16", "prefix16")
 SLOW = ("transformers-static", "transformers-continuous")
 """They run only what a goal names: the rest takes minutes a round."""
 
-UNASKED = ("float32", "llama.cpp-q4_1", "vllm-bfloat16-eager")
+UNASKED = ("float32", "int4", "llama.cpp-q4_1", "vllm-bfloat16-eager")
 """No goal names them; they run only when `--engines` does."""
 
 
