@@ -5,6 +5,7 @@
 For machines with a GPU where nothing can be installed: `python scripts/gpu_check.py --wheels dist/gpu-bundle`, on CPython 3.12 and x86-64.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,9 @@ def main() -> int:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--require-hashes"]
         target = ["--only-binary=:all:", "--python-version=3.12", "--platform=manylinux2014_x86_64", "--platform=manylinux_2_28_x86_64"]
         subprocess.run([*pip, *target, "--dest", str(folder), "--requirement", str(requirements)], check=True)
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], check=True, cwd=ROOT)
+    # Pure Python, without the library of CPU kernels: it is for another machine.
+    pure = {**os.environ, "HATCH_BUILD_NO_HOOKS": "true"}
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], check=True, cwd=ROOT, env=pure)
     wheels = sorted(folder.glob("*.whl"))
     num_bytes = sum(wheel.stat().st_size for wheel in wheels)
     for wheel in wheels:

@@ -226,7 +226,7 @@ def test_the_docs_name_the_clients_that_are_tried() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=280)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -242,6 +242,10 @@ def test_one_wheel_holds_the_three_packages_and_the_configs(wheel: Path) -> None
     assert {f"{package}/py.typed" for package in packages} <= wanted
     assert "jaxpaged/configs/models/smollm2-135m.yaml" in wanted
     assert wanted <= held
+    # And the library of CPU kernels, where there was a compiler.
+    libraries = {name for name in held if name.endswith(".so")}
+    assert len(libraries) == (0 if wheel.name.endswith("-none-any.whl") else 1)
+    assert {name.rpartition("/")[0] for name in libraries} <= {"pallas_kernels/native/built"}
     assert {name.split("/")[0] for name in held} == set(packages)
     assert entry_points.split("\n")[:2] == ["[console_scripts]", f"jaxpaged = {PROJECT['scripts']['jaxpaged']}"]
     assert len(licenses) == 1
@@ -254,6 +258,20 @@ def test_the_wheel_asks_for_what_pyproject_says(wheel: Path) -> None:
     required = [line for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE) if "extra ==" not in line]
     assert len(required) == len(PROJECT["dependencies"])
     assert "jax<0.13,>=0.11.2" in required
+
+
+@pytest.mark.tier("system")
+def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path) -> None:
+    for path in tracked_files():
+        copy = tmp_path / "source" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    environment = {**os.environ, "CXX": "/no/such/compiler", "JAXPAGED_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=tmp_path / "source", env=environment, check=True, capture_output=True, text=True, timeout=120)
+    assert "no CPU kernels: no C++ compiler was found" in done.stdout + done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith("-py3-none-any.whl")
 
 
 @pytest.mark.tier("system")
@@ -273,6 +291,11 @@ def test_the_installed_wheel_runs_without_the_source_tree(wheel: Path, tmp_path:
         return subprocess.run(words, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120).stdout
 
     assert "generate" in run(str(tmp_path / "venv" / "bin" / "jaxpaged"), "--help")
+    # It brings its CPU kernels, and they are loaded without a compiler.
+    environment["CXX"] = "/no/such/compiler"
+    path, missing = run(str(python), "-c", "from pallas_kernels import native; print(*native.library(), sep='\\n')").splitlines()
+    assert missing == "None"
+    assert Path(path).parent == site / "pallas_kernels" / "native" / "built"
     assert "smollm2-135m" in run(str(tmp_path / "venv" / "bin" / "jaxpaged"), "ls")
     assert run(str(python), "-c", "import jaxpaged; print(jaxpaged.__file__)").strip() == str(site / "jaxpaged" / "__init__.py")
 

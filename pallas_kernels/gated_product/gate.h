@@ -8,6 +8,7 @@
 #include "../native/instructions.h"
 #include "../native/numbers.h"
 #include "../native/parallel.h"
+#include "../native/vectors.h"
 
 namespace jaxpaged {
 namespace gated {
@@ -23,7 +24,7 @@ struct Call {
   int64_t size;
 };
 
-constexpr int64_t kNumbersOfChunk = 16 << 10;  // whole vectors, so that a number is computed alike wherever chunks end
+constexpr int64_t kNumbersOfChunk = 32 << 10;  // whole vectors, so that a number is computed alike wherever chunks end
 
 }  // namespace gated
 }  // namespace jaxpaged

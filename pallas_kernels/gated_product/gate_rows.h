@@ -1,5 +1,4 @@
 // An activation of one row times another; included by gate.h once for each set of instructions, in the namespace JAXPAGED_SET.
-#include "../native/vectors.h"
 
 namespace jaxpaged {
 namespace gated {

@@ -9,6 +9,7 @@
 #include "../native/instructions.h"
 #include "../native/numbers.h"
 #include "../native/parallel.h"
+#include "../native/vectors.h"
 
 namespace jaxpaged {
 namespace kv {

@@ -1,6 +1,5 @@
 // Turning queries and keys of one token, and writing keys and values; included by write.h once for each set of instructions, in the
 // namespace JAXPAGED_SET.
-#include "../native/vectors.h"
 
 namespace jaxpaged {
 namespace kv {

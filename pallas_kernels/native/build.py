@@ -40,11 +40,17 @@ def sources() -> list[Path]:
 
 
 def library_path() -> Path:
-    """Where the library of these sources, this jaxlib and this kind of processor is, or would be."""
+    """Where the library of these sources, this jaxlib and this kind of processor is, or would be: a wheel brings it there."""
     digest = hashlib.sha256(repr((FLAGS, GCC_FLAGS, platform.machine(), sys.platform, _jaxlib_version())).encode())
     for source in sources():
         digest.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
     return BUILT / f"kernels-{digest.hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path:
+    """Of this user, for what cannot be written beside this file. Raises RuntimeError where there is no home."""
+    home = os.environ.get("JAXPAGED_HOME")
+    return (Path(home).expanduser() if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpaged") / "kernels"
 
 
 def find_or_build() -> Library:
@@ -53,26 +59,60 @@ def find_or_build() -> Library:
     if path.is_file():
         return Library(path, None)
     found, headers = compiler(), _headers()
+    kept = _kept_path(path.name)
+    if kept is not None and _is_own(kept):
+        return Library(kept, None)
     if found is None:
         return Library(None, "no C++ compiler was found")
     if headers is None:
         return Library(None, "jaxlib's headers were not found")
+    problem = ""
+    for place in (path, kept):
+        if place is None:
+            continue
+        try:
+            _build_at(place, found, headers)
+        except OSError as error:
+            problem = f"the library cannot be written: {error}"
+        except subprocess.SubprocessError as error:
+            told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            return Library(None, f"{found} failed: {next((line for line in told if 'error' in line), told[-1] if told else '')}")
+        else:
+            return Library(place, None)
+    return Library(None, problem)
+
+
+def _kept_path(name: str) -> Path | None:
+    """Its place in the cache; None where there is no home."""
     try:
-        BUILT.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=BUILT) as folder:
-            made = Path(folder) / path.name
-            _compile(found, headers, made)
-            os.replace(made, path)
-    except OSError as error:
-        return Library(None, f"the library cannot be written: {error}")
-    except subprocess.SubprocessError as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        return Library(None, f"{found} failed: {next((line for line in told if 'error' in line), told[-1] if told else '')}")
-    for older in BUILT.glob("kernels-*.so"):
-        if older != path:
+        return cache_folder() / name
+    except RuntimeError:
+        return None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is there, and nobody but this user (or root) can have put it there: it is code that we would run."""
+    try:
+        found = [os.stat(path), os.stat(path.parent)]
+    except OSError:
+        return False
+    return all(each.st_uid in (os.getuid(), 0) and not each.st_mode & 0o022 for each in found)
+
+
+def _build_at(path: Path, compiler: str, headers: Path) -> None:
+    """Compiles. Beside this file older ones are removed; the cache may serve several installations. Raises OSError: no place for it."""
+    is_cached = path.parent != BUILT
+    path.parent.mkdir(mode=0o700, exist_ok=True, parents=is_cached)
+    if is_cached:
+        path.parent.chmod(0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        _compile(compiler, headers, made)
+        os.replace(made, path)
+    for older in path.parent.glob("kernels-*.so"):
+        if older != path and not is_cached:
             with contextlib.suppress(OSError):
                 older.unlink()
-    return Library(path, None)
 
 
 def _compile(compiler: str, headers: Path, made: Path) -> None:

@@ -10,6 +10,7 @@
 #include "../native/instructions.h"
 #include "../native/numbers.h"
 #include "../native/parallel.h"
+#include "../native/vectors.h"
 
 namespace jaxpaged {
 namespace rms {

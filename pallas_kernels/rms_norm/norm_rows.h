@@ -1,5 +1,4 @@
 // Root mean square normalization of rows; included by norm.h once for each set of instructions, in the namespace JAXPAGED_SET.
-#include "../native/vectors.h"
 
 namespace jaxpaged {
 namespace rms {

@@ -71,7 +71,9 @@ def test_gated_products_equal_float64(implementation: str, activation: str, dtyp
         expected = activated * up.astype(np.float64)
         # Where the activation nears 0 it is a small difference, of numbers that XLA rounds to the type after every operation.
         operands = np.abs(gate.astype(np.float64) * up)
-        tolerance = 2 * tolerance_of(dtype) * np.abs(expected) + 2 * tolerance_of(dtype if implementation == "xla" else "float32") * operands
+        tolerance = (
+            2 * tolerance_of(dtype) * np.abs(expected) + 2 * tolerance_of(dtype if implementation == "xla" else "float32") * operands
+        )
         assert (np.abs(np.asarray(got, np.float64) - expected) <= tolerance).all()
 
 

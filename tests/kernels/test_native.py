@@ -18,8 +18,9 @@ DRIVERS = Path(__file__).parent / "native"
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for libraries that holds none yet."""
+    """A folder for libraries that holds none yet, and a cache of none."""
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    monkeypatch.setenv("JAXPAGED_HOME", str(tmp_path / "home"))
     return tmp_path / "built"
 
 
@@ -44,7 +45,10 @@ def test_a_compiler_that_fails_is_told_by_its_error(own_folder: Path, tmp_path: 
 
 def test_a_library_is_compiled_once_and_replaces_older_ones(own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
-    made = f'test "$1" = --version || {{ echo x >> {log}; while [ "$1" != -o ]; do shift; done; echo library > "$2"; }}'
+    made = (
+        f'test "$1" = --version && exit; for word; do test "$word" = -shared && echo x >> {log}; done; while [ "$1" != -o ]; do shift; done'
+    )
+    made += '; echo library > "$2"'
     monkeypatch.setenv("CXX", script(tmp_path / "c++", made))
     own_folder.mkdir()
     older = own_folder / "kernels-0123.so"
@@ -55,13 +59,43 @@ def test_a_library_is_compiled_once_and_replaces_older_ones(own_folder: Path, tm
     assert log.read_text() == "x\n"
 
 
-def test_a_folder_that_cannot_be_made_is_told(own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def read_only(own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing can be written beside the sources, and compiling makes a file. Gives the user's cache."""
     monkeypatch.setattr(build, "BUILT", tmp_path / "file" / "built")
     (tmp_path / "file").touch()
+    made = 'test "$1" = --version && exit; while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", made))
+    return tmp_path / "home" / "kernels"
+
+
+def test_where_the_package_is_read_only_the_users_cache_has_the_library(read_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_only.mkdir(parents=True, mode=0o755)
+    others = read_only / "kernels-0123.so"
+    others.touch()
+    found = build.find_or_build()
+    assert found == build.Library(read_only / build.library_path().name, None)
+    assert read_only.stat().st_mode & 0o777 == 0o700
+    assert others.exists()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert build.find_or_build() == found  # and is found again without a compiler
+
+
+@pytest.mark.parametrize("what", ["library", "folder"])
+def test_a_library_that_others_may_write_is_not_run(read_only: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    path = build.find_or_build().path
+    assert path is not None
+    (path if what == "library" else read_only).chmod(0o777)
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert build.find_or_build() == build.Library(None, "no C++ compiler was found")
+
+
+def test_folders_that_cannot_be_made_are_told(read_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXPAGED_HOME", str(tmp_path / "file"))
     found = build.find_or_build()
     assert found.path is None
     assert found.missing is not None
-    assert found.missing.startswith(("the library cannot be written", "no C++ compiler"))
+    assert found.missing.startswith("the library cannot be written")
 
 
 def test_any_change_of_a_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
