@@ -56,7 +56,8 @@ def test_scores_equal_what_the_model_says_and_share_the_pages_of_their_prompt(ll
         scores = llm.score(CONTEXT, ENDINGS, use_tqdm=False)
         for score, ending in zip(scores, ENDINGS, strict=True):
             check(score, oracle, CONTEXT, ending)
-        assert [score.num_cached_tokens for score in scores] == [32 * turn] * 3
+        # The first time the others wait for the one that computes what they share.
+        assert [score.num_cached_tokens for score in scores] == [32 * turn, 32, 32]
     alone = [llm.score([CONTEXT], [ending], use_tqdm=False)[0] for ending in ENDINGS]
     assert [score.logprob for score in alone] == pytest.approx([score.logprob for score in scores], abs=1e-5)
 
