@@ -62,6 +62,12 @@ class ClientCounts:
     def __init__(self) -> None:
         self.num_begun = 0
         self.ends: Counter[str] = Counter()
+        self._lock = threading.Lock()  # clients are threads, and `+=` is not one step
+
+    def begin(self, number: int) -> None:
+        """So many requests are being sent."""
+        with self._lock:
+            self.num_begun += number
 
     def take(self, method: str, path: str, answer: Answer) -> None:
         """An answer was read."""
@@ -69,11 +75,13 @@ class ClientCounts:
             return
         status = answer.status
         if status >= 400:
-            self.ends["refused" if status in (429, 503) else "rejected" if status < 500 else "failed"] += 1
+            end = "refused" if status in (429, 503) else "rejected" if status < 500 else "failed"
         elif b'"finish_reason":"length"' in answer.body:
-            self.ends["length"] += 1
+            end = "length"
         else:
-            self.ends["failed" if b'data: {"error"' in answer.body else "stop"] += 1
+            end = "failed" if b'data: {"error"' in answer.body else "stop"
+        with self._lock:
+            self.ends[end] += 1
 
     def check(self, told: Mapping[str, float]) -> None:
         """Fails unless the server's numbers of ends are those that clients saw; an answer that nobody read may have ended anyhow."""
@@ -105,7 +113,7 @@ class Connection:
     def send(self, data: bytes | str) -> None:
         """Sends bytes as they are."""
         raw = data.encode() if isinstance(data, str) else data
-        self.count.num_begun += len(GENERATION_REQUEST.findall(raw))
+        self.count.begin(len(GENERATION_REQUEST.findall(raw)))
         self.socket.sendall(raw)
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> "Answer":
