@@ -98,7 +98,7 @@ class _Lowering:
     def __init__(self, compiler: compile_kernels.Compiler) -> None:
         self._compiler = compiler
 
-    def lower(self, run: Any, args: Any, *, donate: int, fixed: str, kernels: Mapping[str, str]) -> Any:
+    def lower(self, run: Any, args: Any, *, donate: int, fixed: str, name: str, kernels: Mapping[str, str]) -> Any:
         import jax
 
         from pallas_kernels.dispatch import selecting
