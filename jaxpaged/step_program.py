@@ -21,8 +21,8 @@ from jaxpaged.pooling import keep_sums, pool_rows
 from jaxpaged.sampling import sample
 from jaxpaged.stages import stage
 from jaxpaged.traced_programs import TracedPrograms, serialized_as
-from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedKernelError
+from pallas_kernels.quantized_matmul import cpu as int8_matmul
 
 
 class LoadedModel(NamedTuple):
@@ -101,9 +101,9 @@ class StepProgram:
         )
         self._cache_shape, self._num_ids, self._logprobs_mode = cache_shape, num_ids, logprobs_mode
         self._vocab, self._embed = model.facts.vocab, model.facts.embed
-        # Whether there are native kernels decides what is traced, and a program that was traced with them must find them.
-        has_native = native.library().missing is None
-        self._fixed = (model.facts.words, model.facts.quantization, model.facts.eight_bit, has_native, cache_shape, num_ids, logprobs_mode)
+        # Which native kernels a processor has decides what is traced, and a program that was traced with them must find them.
+        native_rows = int8_matmul.max_rows()
+        self._fixed = (model.facts.words, model.facts.quantization, model.facts.eight_bit, native_rows, cache_shape, num_ids, logprobs_mode)
         self._traced, self._kernels = traced, kernels
 
     @property
