@@ -188,12 +188,13 @@ class Admission:
 
     def _is_being_computed(self, candidate: Sequence) -> bool:
         """Whether a step that has not come back computes a good part of the candidate's prompt that is not in the prefix cache yet."""
-        pages, known = self._pages, candidate.findable_token_ids
+        pages = self._pages
         if not pages.enable_prefix_caching:
             return False
         leaders = [one for one in self._running.sequences if one.num_confirmed_tokens < min(one.num_computed_tokens, one.num_prompt_tokens)]
         if not leaders:
             return False
+        known = candidate.findable_token_ids
         end = (pages.num_hit_pages(known, candidate.prefix) + self._num_shared_pages) * pages.page_size
         return end < len(known) and any(
             min(leader.num_computed_tokens, leader.num_prompt_tokens) >= end
